@@ -1,0 +1,353 @@
+"""The console script `sglang-fastpath`; every command that reports takes `--json`."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from sglang_fastpath import __version__, envs
+from sglang_fastpath.features import CATALOGUE
+
+if TYPE_CHECKING:
+    from sglang_fastpath import ablation
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+console = Console()
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+_STYLES = {
+    "active": "green",
+    "native": "green",
+    "ok": "green",
+    "admitted": "green",
+    "identical": "green",
+    "running": "green",
+    "off": "dim",
+    "note": "dim",
+    "ended": "dim",
+    "unsupported": "yellow",
+    "drifted": "yellow",
+    "never hit": "yellow",
+    "error": "red",
+    "parity-failed": "red",
+    "DIFFERENT": "red",
+}
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def styled(word: str) -> str:
+    """A state or verdict in the colour that it has in every table."""
+    style = _STYLES.get(word)
+    return f"[{style}]{word}[/]" if style else word
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+def table(title: str, *columns: str) -> Table:
+    """An empty table; its first column is never broken, since people copy names out of it."""
+    made = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        made.add_column(column, overflow="fold", no_wrap=index == 0)
+    return made
+
+
+@app.command()
+def version() -> None:
+    """Print the plugin's version."""
+    print(__version__)
+
+
+@app.command()
+def features(as_json: AsJson = False) -> None:
+    """The catalogue: every optimization, what it replaces and how to switch it."""
+    if as_json:
+        print_json([{**asdict(feature), "env": feature.env} for feature in CATALOGUE])
+        return
+    for f in CATALOGUE:
+        shown = table(f"{f.id}: {f.title}", "", "")
+        shown.show_header = False
+        shown.add_row("why", f.why)
+        shown.add_row("switch", f"{f.env}=0|1")
+        shown.add_row("parity", f.parity)
+        shown.add_row("native since", f.native_since or "-")
+        shown.add_row("replaces", "\n".join(f.sites))
+        console.print(shown)
+
+
+@app.command()
+def env(as_json: AsJson = False) -> None:
+    """Every environment variable with its value here, and the facts about this machine."""
+    from sglang_fastpath.environment import detect
+
+    variables = [{**asdict(v), "set": os.environ.get(v.name)} for v in envs.VARIABLES]
+    machine = asdict(detect())
+    if as_json:
+        print_json({"variables": variables, "machine": machine})
+        return
+    shown = table("Environment variables", "name", "set to", "default", "values", "meaning")
+    for v in variables:
+        shown.add_row(v["name"], v["set"] or "-", v["default"] or "-", v["values"], v["meaning"])
+    console.print(shown)
+    facts = table("Machine", "what", "here")
+    for key, value in machine.items():
+        for name, entry in value.items() if isinstance(value, dict) else [(key, value)]:
+            facts.add_row(name, "-" if entry is None else str(entry))
+    console.print(facts)
+
+
+@app.command()
+def doctor(
+    model: Annotated[Path | None, typer.Option(help="A checkpoint folder to look at as well.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What is installed and what would be active here, with reasons. Exit 1 if something asked for cannot run."""
+    from sglang_fastpath.doctor import as_json as to_json
+    from sglang_fastpath.doctor import examine
+
+    findings = examine(os.environ, model)
+    if as_json:
+        print_json(to_json(findings))
+    else:
+        shown = table("sglang-fastpath doctor", "", "topic", "finding")
+        for finding in findings:
+            shown.add_row(styled(finding.level), finding.topic, finding.text)
+        console.print(shown)
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(
+    all_processes: Annotated[bool, typer.Option("--all", help="Also processes that have ended.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What each process runs: per feature its state, hits, fallbacks with reasons, and parity verdicts."""
+    from sglang_fastpath import status as status_files
+
+    folder = _settings().status_dir
+    found = status_files.read(folder, all_processes=all_processes)
+    if as_json:
+        print_json([{"life": process.life, **process.document} for process in found])
+        return
+    if not found:
+        ended = "" if all_processes else " is running (--all shows those that have ended)"
+        console.print(f"No process with the plugin{ended}; looked in {folder}.")
+    for process in found:
+        show_process(process.life, process.document)
+
+
+def show_process(life: str, document: dict[str, Any]) -> None:
+    """One process of `status` as a table."""
+    emulated = "; FP8 linear emulated in torch" if document["emulated"] else ""
+    title = f"{document['role']} (pid {document['pid']}, {styled(life)}), SGLang {document['sglang']}{emulated}"
+    if not document["serves"]:
+        console.print(f"{title}: no model in this process")
+        return
+    shown = table(title, "feature", "state", "hits", "fallbacks", "parity")
+    for id, feature in document["features"].items():
+        state = styled(feature["state"]) + (f" ({feature['reason']})" if feature["reason"] else "")
+        fallbacks = "\n".join(f"{count} x {why}" for why, count in feature["fallbacks"].items()) or "-"
+        shown.add_row(id, state, str(feature["hits"]), fallbacks, parity_of(id, document["verdicts"]))
+    console.print(shown)
+    if document["remark"]:
+        console.print(f"[yellow]{document['remark']}[/]")
+
+
+def parity_of(feature_id: str, verdicts: list[dict[str, Any]]) -> str:
+    """The guard's verdicts on one feature, in a few words."""
+    mine = [verdict for verdict in verdicts if verdict["feature"] == feature_id]
+    failed = [verdict for verdict in mine if verdict["verdict"] == "parity-failed"]
+    if failed:
+        return f"{styled('parity-failed')}: {len(failed)} of {len(mine)} signatures"
+    checks = sum(verdict["checks"] for verdict in mine)
+    return f"{styled('identical')} ({checks} checks, {len(mine)} signatures)" if mine else "not checked"
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def ablate(
+    context: typer.Context,
+    model_path: Annotated[Path, typer.Option(help="A checkpoint folder that SGLang serves.")],
+    output: Annotated[Path, typer.Option(help="Where images, logs and status files go.")] = Path("ablation"),
+    prompt: str = "a cat",
+    negative_prompt: Annotated[str, typer.Option(help="Guidance needs one to run two passes a step.")] = "blurry",
+    guidance: Annotated[float, typer.Option(help="SGLang's --true-cfg-scale.")] = 4.0,
+    width: int = 1024,
+    height: int = 1024,
+    steps: int = 10,
+    seed: int = 0,
+    emulate: Annotated[
+        bool, typer.Option(help="Emulate the FP8 linear in torch: for machines without a GPU.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run SGLang's engine stock and with features switched; compare the images as bytes, show what each did.
+
+    Further options are passed on to `sglang generate`. Exit 1 if an image differs from stock's.
+    """
+    from sglang_fastpath import ablation
+
+    output.mkdir(parents=True, exist_ok=True)
+    arguments = [
+        *("--model-path", str(model_path), "--prompt", prompt, "--negative-prompt", negative_prompt),
+        *("--true-cfg-scale", str(guidance), "--width", str(width), "--height", str(height)),
+        *("--num-inference-steps", str(steps), "--seed", str(seed), *context.args),
+    ]
+    outcomes = []
+    planned = list(ablation.variants())
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=Console(stderr=True)
+    ) as bar:
+        task = bar.add_task("", total=len(planned))
+        for variant in planned:
+            bar.update(task, description=variant.name)
+            try:
+                outcomes.append(ablation.run(variant, arguments, output, emulate=emulate))
+            except ablation.AblationError as error:
+                sys.exit(f"sglang-fastpath: {variant.name}: {error}")
+            bar.advance(task)
+    if as_json:
+        print_json(
+            [
+                {
+                    "variant": o.variant.name,
+                    "image": o.image,
+                    "identical": o.identical,
+                    "workers": [{"life": w.life, **w.document} for w in o.workers],
+                }
+                for o in outcomes
+            ]
+        )
+    else:
+        show_ablation(outcomes, emulate=emulate)
+    if not all(outcome.identical for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def show_ablation(outcomes: "list[ablation.Outcome]", *, emulate: bool) -> None:
+    """The ablation as a table: a row per variant and feature."""
+    shown = table("Ablation", "variant", "PNG against stock", "feature", "state", "calls", "parity")
+    for outcome in outcomes:
+        image = styled("identical" if outcome.identical else "DIFFERENT")
+        if not outcome.workers:
+            shown.add_row(outcome.variant.name, image, "-", "-", "-", "-")
+        for worker in outcome.workers:
+            for id, feature in worker.document["features"].items():
+                state = styled(feature["state"]) + (f" ({feature['reason']})" if feature["reason"] else "")
+                parity = parity_of(id, worker.document["verdicts"])
+                shown.add_row(outcome.variant.name, image, id, state, str(feature["hits"]), parity)
+    console.print(shown)
+    for remark in {w.document["remark"] for o in outcomes for w in o.workers if w.document["remark"]}:
+        console.print(f"[yellow]{remark}[/]")
+    if emulate:
+        console.print("The FP8 linear was emulated in torch (no GPU): bytes are compared, times would mean nothing.")
+
+
+@app.command()
+def quantize(
+    source: Annotated[
+        Path, typer.Argument(help="A bf16 diffusers checkpoint: a pipeline or its transformer folder.")
+    ],
+    destination: Annotated[Path, typer.Argument(help="Where the block-FP8 checkpoint goes; must not exist.")],
+    include: Annotated[list[str], typer.Option(help="Glob of layers to quantize besides attention and MLP.")] = [],  # noqa: B006
+    exclude: Annotated[list[str], typer.Option(help="Glob of layers to leave in bf16.")] = [],  # noqa: B006
+    max_shard_size: Annotated[str, typer.Option(help="Size of an output file, and the memory needed.")] = "5GB",
+    as_json: AsJson = False,
+) -> None:
+    """Turn a bf16 diffusers checkpoint (Qwen-Image, FLUX.2) into block FP8 [128, 128] that stock SGLang loads."""
+    from sglang_fastpath.loaders import quantize as loader
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    try:
+        options = loader.QuantizeOptions(tuple(include), tuple(exclude), loader.parse_size(max_shard_size))
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("", total=None)
+
+            def show(event: loader.ProgressEvent) -> None:
+                where = f"shard {event.shard}/{event.shards}" if event.shard else event.item
+                bar.update(
+                    task,
+                    description=f"{event.phase} {where}",
+                    completed=event.done_bytes,
+                    total=event.total_bytes,
+                )
+
+            report = loader.quantize_checkpoint(source, destination, options=options, progress=show)
+    except loader.QuantizeError as error:
+        sys.exit(f"sglang-fastpath: {error}")
+    if as_json:
+        print_json(asdict(report))
+        return
+    shown = table(f"{destination} ({report.model_class})", "what", "value")
+    shown.add_row("layers in block FP8", str(len(report.quantized)))
+    shown.add_row("linear layers kept", str(len(report.kept)))
+    shown.add_row("bytes", f"{report.bytes_before:,} -> {report.bytes_after:,}")
+    shown.add_row("largest relative error", f"{report.max_relative_error:.4f} ({report.worst_layer})")
+    shown.add_row("shards", f"{report.shards} ({report.resumed_shards} from an interrupted run)")
+    console.print(shown)
+    for warning in report.warnings:
+        console.print(f"[yellow]{warning}[/]")
+
+
+bench = typer.Typer(no_args_is_help=True, help="Measure on this machine's GPU, stock and fast interleaved.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("denoiser")
+def bench_denoiser(
+    model: Annotated[str, typer.Option(help="qwen-image")] = "qwen-image",
+    layers: int = 60,
+    steps: Annotated[int, typer.Option(help="Steps of guidance, two passes each.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Rounds over all variants.")] = 3,
+    text_tokens: int = 256,
+    attention: Annotated[str, typer.Option(help="SGLang's attention backend.")] = "fa",
+    output: Annotated[Path | None, typer.Option(help="Write the result as JSON here.")] = None,
+) -> None:
+    """A full-size denoiser with random weights: parity over a guidance run, times, kernel sums, launches."""
+    if model != "qwen-image":
+        sys.exit(f"sglang-fastpath: --model {model!r}: only qwen-image has a benchmark yet")
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("sglang-fastpath: bench needs an NVIDIA GPU; torch.cuda.is_available() is False")
+    from sglang_fastpath import benchmark
+
+    workload = benchmark.Workload(layers=layers, text_tokens=text_tokens, attention=attention)
+    command = " ".join(["sglang-fastpath", *sys.argv[1:]])
+    document = benchmark.describe(workload, command)
+    document |= benchmark.run(workload, steps=steps, rounds=rounds, report=Console(stderr=True).print)
+    if output:
+        benchmark.write(document, output)
+    print_json(document)
+    if not document["bitwise_equal"]:
+        raise typer.Exit(1)
+
+
+def _settings() -> envs.Settings:
+    try:
+        return envs.read()
+    except envs.ConfigurationError as error:
+        sys.exit(f"sglang-fastpath: {error}")
+
+
+if __name__ == "__main__":
+    main()

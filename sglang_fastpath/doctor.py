@@ -1,0 +1,128 @@
+"""`sglang-fastpath doctor`: what is installed, what would be active here and why not. Never raises."""
+
+import json
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from sglang_fastpath import contracts, envs
+from sglang_fastpath.environment import REQUIREMENTS, detect
+from sglang_fastpath.features import CATALOGUE
+from sglang_fastpath.plan import State, make_plan
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `error` means that something asked for cannot run."""
+
+    topic: str
+    level: Literal["ok", "note", "error"]
+    text: str
+
+
+def examine(environ: Mapping[str, str], model_path: Path | None = None) -> list[Finding]:
+    """Looks at settings, release, machine, features and (if given) a checkpoint; a crash becomes a finding."""
+    findings: list[Finding] = []
+    parts: list[Callable[[], list[Finding]]] = [
+        lambda: _settings(environ),
+        _release,
+        _machine,
+        lambda: _features(environ),
+    ]
+    if model_path is not None:
+        parts.append(lambda: examine_checkpoint(model_path))
+    for part in parts:
+        try:
+            findings += part()
+        except Exception:
+            findings.append(Finding("doctor", "error", traceback.format_exc(limit=-2).strip()))
+    return findings
+
+
+def _settings(environ: Mapping[str, str]) -> list[Finding]:
+    try:
+        settings = envs.read(environ)
+    except envs.ConfigurationError as error:
+        return [Finding("settings", "error", str(error))]
+    asked = "asked for" if settings.enabled else f"not asked for: pass --plugin fastpath or set {envs.ENABLE}=1"
+    return [Finding("plugin", "ok" if settings.enabled else "note", asked)]
+
+
+def _release() -> list[Finding]:
+    release = contracts.installed_release()
+    if release is None:
+        return [Finding("release", "error", 'SGLang is not installed: pip install "sglang[diffusion]"')]
+    if not contracts.is_recorded(release):
+        drift = contracts.check((), release)
+        return [Finding("release", "error", f"{release.version} at {release.root}: {drift}")]
+    return [Finding("release", "ok", f"{release.version} at {release.root}")]
+
+
+def _machine() -> list[Finding]:
+    machine = detect()
+    findings = [Finding(name, "ok" if v else "note", v or "not installed") for name, v in machine.versions.items()]
+    for need, unmet in REQUIREMENTS.items():
+        why = unmet(machine)
+        wanted_by = [feature.id for feature in CATALOGUE if need in feature.needs]
+        level: Literal["note", "error"] = "error" if wanted_by else "note"
+        text = f"{why}{'; needed by ' + ', '.join(wanted_by) if wanted_by else ''}" if why else "met"
+        findings.append(Finding(f"needs {need}", level if why else "ok", text))
+    return findings
+
+
+def _features(environ: Mapping[str, str]) -> list[Finding]:
+    try:
+        settings = envs.read(environ)
+    except envs.ConfigurationError:
+        return []
+    plan = make_plan(settings, contracts.installed_release())
+    levels: dict[State, Literal["ok", "note", "error"]] = {
+        State.ACTIVE: "ok",
+        State.NATIVE: "ok",
+        State.OFF: "note",
+    }
+    return [
+        Finding(
+            id,
+            levels.get(record.state, "error"),
+            f"{record.state} ({record.reason})" if record.reason else str(record.state),
+        )
+        for id, record in plan.records.items()
+    ]
+
+
+def examine_checkpoint(path: Path) -> list[Finding]:
+    """What a diffusers checkpoint folder holds: model class and quantization scheme, as SGLang would read them."""
+    index = path / "model_index.json"
+    if not index.is_file():
+        return [Finding("checkpoint", "error", f"{path} has no model_index.json: not a diffusers pipeline folder")]
+    pipeline = json.loads(index.read_text())["_class_name"]
+    config = json.loads((path / "transformer" / "config.json").read_text())
+    quantization = config.get("quantization_config")
+    findings = [Finding("checkpoint", "ok", f"{pipeline}, {config.get('_class_name')}, {_scheme(quantization)}")]
+    if quantization and quantization.get("quant_method") != "fp8":
+        method = quantization.get("quant_method")
+        findings.append(Finding("scheme", "note", f"{method!r}: only features for any scheme apply"))
+    if pipeline == "QwenImagePipeline" and "qwen-image" not in path.name.lower():
+        findings.append(
+            Finding(
+                "backend",
+                "error",
+                f"SGLang picks its own Qwen-Image by the folder's name; {path.name!r} does not contain 'qwen-image', "
+                "so it would fall back to diffusers and nothing would be accelerated. Rename it or pass --model-id.",
+            )
+        )
+    return findings
+
+
+def _scheme(quantization: dict[str, object] | None) -> str:
+    if not quantization:
+        return "not quantized"
+    block = quantization.get("weight_block_size")
+    return f"{quantization.get('quant_method')}{f' in blocks of {block}' if block else ''}"
+
+
+def as_json(findings: list[Finding]) -> list[dict[str, str]]:
+    return [asdict(finding) for finding in findings]

@@ -1,0 +1,90 @@
+"""What the machine has: GPU, compiler, GEMM library. Facts for the plan and for `sglang-fastpath doctor`."""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+# Architectures whose block-FP8 GEMM and scale layouts have been looked at: Hopper and datacenter Blackwell.
+SUPPORTED_SM = (90, 100, 103)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Facts about this machine; None where the thing is absent.
+
+    `sm` is the compute capability times ten (90 for an H200), `versions` maps distribution names to versions.
+    """
+
+    gpu: str | None
+    sm: int | None
+    cuda: str | None
+    nvcc: str | None
+    deep_gemm: bool
+    versions: dict[str, str | None]
+
+
+def detect() -> Environment:
+    """Looks at this machine. Imports torch, but neither sglang nor triton; never raises on what is missing."""
+    import torch
+
+    gpu = sm = None
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+        major, minor = torch.cuda.get_device_capability()
+        sm = 10 * major + minor
+    distributions = ("sglang", "torch", "triton", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python")
+    return Environment(
+        gpu=gpu,
+        sm=sm,
+        cuda=torch.version.cuda,
+        nvcc=_find_nvcc(),
+        deep_gemm=importlib.util.find_spec("deep_gemm") is not None,
+        versions={name: _version(name) for name in distributions},
+    )
+
+
+def _find_nvcc() -> str | None:
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    candidates = [Path(home, "bin", "nvcc") for home in homes if home]
+    return next((str(path) for path in candidates if path.is_file()), shutil.which("nvcc"))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _needs_gpu(env: Environment) -> str | None:
+    return None if env.gpu else "no NVIDIA GPU: torch.cuda.is_available() is False"
+
+
+def _needs_supported_sm(env: Environment) -> str | None:
+    if env.sm is None:
+        return _needs_gpu(env)
+    if env.sm in SUPPORTED_SM:
+        return None
+    known = ", ".join(f"SM{sm}" for sm in SUPPORTED_SM)
+    return f"SM{env.sm} ({env.gpu}) has not been verified; supported: {known}"
+
+
+def _needs_nvcc(env: Environment) -> str | None:
+    return None if env.nvcc else "no nvcc: install the CUDA toolkit or set CUDA_HOME"
+
+
+def _needs_deep_gemm(env: Environment) -> str | None:
+    return None if env.deep_gemm else "no DeepGEMM: pip install sgl-deep-gemm"
+
+
+# What a feature may ask for in `Feature.needs`; each returns why it is not met, or None.
+REQUIREMENTS: dict[str, Callable[[Environment], str | None]] = {
+    "gpu": _needs_gpu,
+    "sm": _needs_supported_sm,
+    "nvcc": _needs_nvcc,
+    "deep_gemm": _needs_deep_gemm,
+}

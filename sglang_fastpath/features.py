@@ -1,0 +1,79 @@
+"""The catalogue: one `Feature` per optimization.
+
+Everything that lists features is made from it: the flags table in the README, `sglang-fastpath features`, the
+ablation, the status line, the contracts to record.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+_QWEN_IMAGE = "sglang.multimodal_gen.runtime.models.dits.qwen_image"
+_DENOISING = "sglang.multimodal_gen.runtime.pipelines_core.stages.denoising"
+_LINEAR = "sglang.multimodal_gen.runtime.layers.linear"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One optimization, declared once.
+
+    `sites` are the stock functions that the patch replaces and `relies_on` those whose behaviour it counts on,
+    both as `module:qualified.name`; together they are the feature's contract. `needs` are keys of
+    `environment.REQUIREMENTS`. `native_since` is the first release in which stock does the same by itself.
+    """
+
+    id: str
+    title: str
+    path: Literal["diffusion", "llm"]
+    patch: str
+    sites: tuple[str, ...]
+    relies_on: tuple[str, ...]
+    parity: Literal["bitwise", "ulp"]
+    needs: tuple[str, ...]
+    native_since: str | None
+    why: str
+    removal: str
+
+    @property
+    def env(self) -> str:
+        """The environment variable that switches this feature: 0 or 1."""
+        return f"SGLANG_FASTPATH_{self.id.upper()}"
+
+    @property
+    def contract(self) -> tuple[str, ...]:
+        """Every stock function that must be the recorded one for the feature to be applied."""
+        return self.sites + self.relies_on
+
+
+CATALOGUE: tuple[Feature, ...] = (
+    Feature(
+        id="cfg_mod_cache",
+        title="Qwen-Image: the second guidance pass of a step reuses the modulation",
+        path="diffusion",
+        patch="sglang_fastpath.patches.diffusion.qwen_image_modulation",
+        sites=(
+            f"{_QWEN_IMAGE}:QwenImageTransformer2DModel.forward",
+            f"{_DENOISING}:DenoisingStage._run_denoising_step",
+            f"{_LINEAR}:ReplicatedLinear.forward",
+        ),
+        relies_on=(
+            f"{_QWEN_IMAGE}:QwenImageTransformerBlock.__init__",
+            f"{_QWEN_IMAGE}:QwenImageTransformerBlock.forward",
+            f"{_QWEN_IMAGE}:QwenTimestepProjEmbeddings.forward",
+            f"{_DENOISING}:DenoisingStage._predict_noise_with_cfg",
+            f"{_DENOISING}:DenoisingStage._predict_noise",
+        ),
+        parity="bitwise",
+        needs=(),
+        native_since="0.5.19",
+        why="Both guidance passes of a step see the same timestep, so every block computes the same two "
+        "modulation vectors twice (two [B, 6*dim] GEMVs a block, 120 a pass in Qwen-Image).",
+        removal="when the oldest supported release is 0.5.19, whose blocks keep their modulation themselves",
+    ),
+)
+
+BY_ID: dict[str, Feature] = {feature.id: feature for feature in CATALOGUE}
+
+
+def contract_targets() -> tuple[str, ...]:
+    """Every stock function that any feature relies on, without repetition, in catalogue order."""
+    return tuple(dict.fromkeys(target for feature in CATALOGUE for target in feature.contract))

@@ -1,0 +1,174 @@
+"""Settings, release, machine and catalogue -> one state and one reason per feature.
+
+The plan of the running process is the one global of the plugin: patches count their hits and fallbacks in it,
+and the status line, the status file and the parity guard read it.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from packaging.version import Version
+
+from sglang_fastpath import contracts
+from sglang_fastpath.environment import REQUIREMENTS, Environment, detect
+from sglang_fastpath.envs import Settings
+from sglang_fastpath.features import CATALOGUE, Feature
+from sglang_fastpath.guard import Guard, GuardPolicy, Verdict, tensor_parallel_agreement
+
+
+class State(StrEnum):
+    """The one vocabulary for what became of a feature."""
+
+    ACTIVE = "active"
+    OFF = "off"
+    NATIVE = "native"
+    UNSUPPORTED = "unsupported"
+    DRIFTED = "drifted"
+    PARITY_FAILED = "parity-failed"
+    NEVER_HIT = "never hit"
+
+
+@dataclass
+class FeatureRecord:
+    """What became of one feature in this process: its planned state, and what it did since.
+
+    `hits` counts stock calls that were replaced, `fallbacks` stock calls that were not, by reason.
+    """
+
+    feature: Feature
+    state: State
+    reason: str = ""
+    hits: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    on_first_hit: Callable[["FeatureRecord"], None] = lambda record: None
+
+    def hit(self) -> None:
+        """Counts one replaced stock call; the first one is announced."""
+        self.hits += 1
+        if self.hits == 1:
+            self.on_first_hit(self)
+
+    def fall_back(self, reason: str) -> None:
+        """Counts one call left to stock, with the reason."""
+        self.fallbacks[reason] += 1
+
+    def observed(self, failed_signatures: Iterable[str] = ()) -> tuple[State, str]:
+        """The state as seen from outside: an active feature may have failed its parity or never been hit."""
+        if self.state is not State.ACTIVE:
+            return self.state, self.reason
+        failed = sorted(failed_signatures)
+        if failed:
+            return State.PARITY_FAILED, "; ".join(failed)
+        if not self.hits:
+            common = self.fallbacks.most_common(1)
+            return State.NEVER_HIT, common[0][0] if common else "no call reached it"
+        return State.ACTIVE, ""
+
+
+@dataclass
+class Plan:
+    """The features of one process and the guard that watches over them.
+
+    `on_event` is called when something happened that a reader should see at once (a first hit, a verdict, the end
+    of a request), `on_progress` when counts moved (once a denoising step).
+    """
+
+    settings: Settings
+    release: str
+    records: dict[str, FeatureRecord]
+    on_event: Callable[[], None] = lambda: None
+    on_progress: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.guard = Guard(
+            GuardPolicy.parse(self.settings.guard),
+            agree=tensor_parallel_agreement(),
+            on_event=lambda verdict, *_: (self.on_progress if verdict is Verdict.ADMITTED else self.on_event)(),
+        )
+
+    def active(self) -> list[FeatureRecord]:
+        return [record for record in self.records.values() if record.state is State.ACTIVE]
+
+    def failed_signatures(self, feature_id: str) -> list[str]:
+        return [
+            v["signature"]
+            for v in self.guard.verdicts
+            if v["feature"] == feature_id and v["verdict"] == State.PARITY_FAILED
+        ]
+
+    def observed(self, record: FeatureRecord) -> tuple[State, str]:
+        """See `FeatureRecord.observed`."""
+        return record.observed(self.failed_signatures(record.feature.id))
+
+    def described(self, record: FeatureRecord) -> str:
+        """The observed state with its reason in brackets, for tables and reports."""
+        state, reason = self.observed(record)
+        return f"{state} ({reason})" if reason else str(state)
+
+    def summary(self, role: str) -> str:
+        """The status line: `active 6/7 (diffusion worker 0); off: a; unsupported: b (no nvcc)`."""
+        states = {record.feature.id: (record.state, record.reason) for record in self.records.values()}
+        parts = [f"active {len(self.active())}/{len(states)} ({role})"]
+        for state in State:
+            named = [f"{id} ({reason})" if reason else id for id, (s, reason) in states.items() if s is state]
+            if named and state is not State.ACTIVE:
+                parts.append(f"{state}: {', '.join(named)}")
+        return "; ".join(parts)
+
+
+def make_plan(
+    settings: Settings,
+    release: contracts.Release | None,
+    environment: Environment | None = None,
+    catalogue: Iterable[Feature] = CATALOGUE,
+) -> Plan:
+    """Decides about every feature; `environment` is this machine unless given.
+
+    Reads SGLang's source files, imports nothing of it.
+    """
+    environment = environment or detect()
+    records = {}
+    for feature in catalogue:
+        state, reason = _decide(feature, settings, release, environment)
+        records[feature.id] = FeatureRecord(feature, state, reason)
+    return Plan(settings, release.version if release else "none", records)
+
+
+def _decide(
+    feature: Feature, settings: Settings, release: contracts.Release | None, environment: Environment
+) -> tuple[State, str]:
+    if off := settings.off_because(feature.id):
+        return State.OFF, off
+    if release is None:
+        return State.UNSUPPORTED, "SGLang is not installed here"
+    if contracts.is_recorded(release) and _is_native(feature, release.version):
+        return State.NATIVE, f"stock does it since {feature.native_since}"
+    unmet = [why for need in feature.needs if (why := REQUIREMENTS[need](environment))]
+    if unmet:
+        return State.UNSUPPORTED, "; ".join(unmet)
+    if drift := contracts.check(feature.contract, release):
+        return State.DRIFTED, str(drift)
+    return State.ACTIVE, ""
+
+
+def _is_native(feature: Feature, version: str) -> bool:
+    return feature.native_since is not None and Version(version) >= Version(feature.native_since)
+
+
+_lock = threading.Lock()
+_current: Plan | None = None
+
+
+def current() -> Plan | None:
+    """The plan of this process, or None while the plugin has not been asked for."""
+    return _current
+
+
+def install(plan: Plan | None) -> None:
+    """Makes `plan` the plan of this process."""
+    global _current
+    with _lock:
+        _current = plan

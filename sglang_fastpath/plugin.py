@@ -1,0 +1,262 @@
+"""`register()`, which SGLang calls through its entry points, and the `--plugin` flag.
+
+Called in a process that was not asked for the plugin, `register()` patches nothing. The flag is only added to
+SGLang's parsers when the command line uses it (or asks for help); parsing it sets SGLANG_FASTPATH=1, which
+workers inherit.
+"""
+
+import argparse
+import functools
+import importlib
+import logging
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from packaging.version import Version
+
+from sglang_fastpath import __version__, contracts, envs, plan, workers
+from sglang_fastpath.hooks import Patch
+from sglang_fastpath.plan import FeatureRecord, Plan, State
+from sglang_fastpath.status import StatusWriter
+from sglang_fastpath.worker_watch import CLIENT, WorkerWatch
+
+logger = logging.getLogger("sglang_fastpath")
+
+NAMES = ("fastpath",)
+_PARSERS = (
+    "sglang.srt.server_args:ServerArgs.add_cli_args",
+    "sglang.multimodal_gen.runtime.server_args:ServerArgs.add_cli_args",
+)
+_LAUNCHER = "sglang.multimodal_gen.runtime.launch_server"
+_FP8 = "sglang.multimodal_gen.runtime.layers.quantization.fp8"
+_EVENT_LOOP = "sglang.multimodal_gen.runtime.managers.scheduler:Scheduler.event_loop"
+_LOADS_IN_WORKERS = Version("0.5.21")  # from here on SGLang loads plugins in its diffusion workers itself
+_WORKER_NAME = re.compile(r"sglang-diffusionWorker-(\d+)")
+
+_patches: dict[str, Patch] = {}
+_status: StatusWriter | None = None
+
+
+def register(*, in_worker: bool = False) -> None:
+    """Puts the plugin into this process, if it was asked for. Safe to call any number of times.
+
+    Raises:
+        SystemExit: with a message on stderr, if a setting is wrong, or under SGLANG_FASTPATH_STRICT=1 if a
+            feature cannot run. (SGLang swallows ordinary exceptions of plugins.)
+    """
+    if _asked_on_command_line() and "flag" not in _patches:
+        _patches["flag"] = flag = Patch("flag")
+        for target in _PARSERS:
+            flag.replace(target, _with_plugin_flag, stock_only=False)
+    if any(name.startswith(envs.PREFIX) for name in os.environ):
+        activate(in_worker=in_worker)
+
+
+def activate(*, in_worker: bool = False) -> None:
+    """Reads the settings, makes the plan and applies it; see `register` for the errors."""
+    try:
+        settings = envs.read()
+    except envs.ConfigurationError as error:
+        sys.exit(f"sglang-fastpath: {error}")
+    if not settings.enabled and not settings.emulate:
+        return
+    _log_to_stderr()
+    release = contracts.installed_release()
+    if not in_worker and "workers" not in _patches and release and Version(release.version) < _LOADS_IN_WORKERS:
+        _patches["workers"] = seam = Patch("workers", on_lost=_warn_about_workers)
+        seam.replace(f"{_LAUNCHER}:run_scheduler_process", workers.with_plugin, stock_only=False)
+        seam.replace(f"{_LAUNCHER}:_run_disagg_role_process", workers.with_plugin, stock_only=False)
+    if settings.emulate and "emulation" not in _patches:
+        _patches["emulation"] = emulation = Patch("emulation")
+        emulation.call_when_imported(_FP8, _emulate_fp8)
+    if settings.enabled and not in_worker and "watch" not in _patches:
+        watch, alive = Patch("watch"), WorkerWatch()
+        _patches["watch"] = watch
+        watch.replace(f"{CLIENT}.initialize", alive.wrap_initialize, stock_only=False)
+        watch.replace(f"{CLIENT}.forward", alive.wrap_forward, stock_only=False)
+    if settings.enabled and plan.current() is None:
+        apply(new := plan.make_plan(settings, release))
+        _report(new)
+
+
+def deactivate() -> None:
+    """Restores every original object of SGLang and forgets the plan."""
+    global _status
+    for name in reversed(list(_patches)):
+        _patches.pop(name).revert()
+    plan.install(None)
+    _status = None
+
+
+def feature_patch(feature_id: str) -> Patch | None:
+    """The applied replacements of a feature, or None if it is not active in this process."""
+    return _patches.get(feature_id)
+
+
+def _asked_on_command_line() -> bool:
+    words = {word.partition("=")[0] for word in sys.argv[1:]}
+    return not words.isdisjoint({"--plugin", "--help", "-h"})
+
+
+class _PluginAction(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if values not in NAMES:
+            parser.error(f"--plugin {values}: no such plugin; known: {', '.join(NAMES)}")
+        setattr(namespace, self.dest, values)
+        os.environ[envs.ENABLE] = "1"
+        activate()
+
+
+def _with_plugin_flag(add_cli_args: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(add_cli_args)
+    def add_cli_args_and_plugin(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        result = add_cli_args(parser, *args, **kwargs)
+        parser.add_argument(
+            "--plugin",
+            action=_PluginAction,
+            metavar="NAME",
+            help="Load a plugin; 'fastpath' swaps in fused, bit-identical kernels (sglang-fastpath features).",
+        )
+        return result
+
+    return add_cli_args_and_plugin
+
+
+def apply(new: Plan) -> None:
+    """Makes `new` the plan of this process and applies its active features; `deactivate` undoes it.
+
+    Raises:
+        SystemExit: under SGLANG_FASTPATH_STRICT=1, if a feature cannot run.
+    """
+    plan.install(new)
+    for record in new.active():
+        _apply_feature(new, record)
+    if new.settings.strict:
+        _refuse_what_cannot_run(new)
+
+
+def _report(new: Plan) -> None:
+    """Lets this process say what it runs: in its status file, and in one line once its model is loaded."""
+    global _status
+    _status = StatusWriter(new.settings.status_dir, _role())
+    new.on_progress = lambda: _status.write_soon(new) if _status else None
+    new.on_event = lambda: _status.write(new) if _status else None
+    _patches["ready"] = ready = Patch("ready")
+    ready.replace(_EVENT_LOOP, _announcing_readiness, stock_only=False)
+    if not _WORKER_NAME.fullmatch(multiprocessing.current_process().name):
+        _announce(new)
+
+
+def _apply_feature(new: Plan, record: FeatureRecord) -> None:
+    def lost(why: str) -> None:
+        record.state, record.reason = State.DRIFTED, why
+        logger.warning("%s is not applied: %s; stock serves", record.feature.id, why)
+        if new.settings.strict:
+            _refuse_what_cannot_run(new)
+
+    def first_hit(record: FeatureRecord) -> None:
+        logger.info("sglang-fastpath: first hit of %s (%s)", record.feature.id, _role())
+        new.on_event()
+
+    record.on_first_hit = first_hit
+    patch = _patches[record.feature.id] = Patch(record.feature.id, on_lost=lost)
+    wraps = importlib.import_module(record.feature.patch).wraps(record, new)
+    for site in record.feature.sites:
+        patch.replace(site, wraps[site])
+
+
+def _refuse_what_cannot_run(new: Plan) -> None:
+    broken = {State.UNSUPPORTED, State.DRIFTED}
+    if any(record.state in broken for record in new.records.values()):
+        sys.exit(f"sglang-fastpath: {envs.STRICT}=1 and not everything can run: {new.summary(_role())}")
+
+
+def _announce(new: Plan) -> None:
+    if _status:
+        _status.role = _role()
+        _status.write(new)
+    logger.info("sglang-fastpath %s: %s", __version__, new.summary(_role()))
+
+
+def _role() -> str:
+    """What this process is, in words: `main`, `diffusion worker 0`, or the process's own name."""
+    name = multiprocessing.current_process().name
+    worker = _WORKER_NAME.fullmatch(name)
+    if worker:
+        return f"diffusion worker {worker[1]}"
+    return "main" if multiprocessing.parent_process() is None else name
+
+
+def _announcing_readiness(event_loop: Callable[..., Any]) -> Callable[..., Any]:
+    """A diffusion worker's model is loaded when its event loop starts: now the status line can be true."""
+
+    @functools.wraps(event_loop)
+    def announced_event_loop(scheduler: Any) -> Any:
+        new = plan.current()
+        if new is None:
+            return event_loop(scheduler)
+        verify(new)
+        _remark_on_fallback(scheduler)
+        if _status:
+            _status.serves = True
+        _announce(new)
+        return event_loop(scheduler)
+
+    return announced_event_loop
+
+
+def verify(new: Plan) -> None:
+    """Looks up every replaced target again; what does not reach our code any more becomes `drifted`."""
+    for record in new.active():
+        patch = _patches.get(record.feature.id)
+        if patch is not None:
+            patch.verify()
+
+
+def _remark_on_fallback(scheduler: Any) -> None:
+    """Says so when SGLang fell back to the diffusers backend, where none of its modules run."""
+    pipeline = getattr(getattr(scheduler, "worker", None), "pipeline", None)
+    if _status is None or type(pipeline).__name__ != "DiffusersPipeline":
+        return
+    _status.remark = (
+        "nothing is accelerated: SGLang fell back to the diffusers backend, because it does not know the model "
+        "by its path. Name the folder after the model (it must contain e.g. 'qwen-image') or pass --model-id."
+    )
+    logger.warning("sglang-fastpath: %s", _status.remark)
+
+
+def _emulate_fp8() -> Callable[[], None]:
+    """Replaces the FP8 linear's arithmetic by torch beneath SGLang's own modules; returns how to undo it."""
+    from sglang_fastpath.patches.diffusion import fp8_cpu_emulation
+
+    logger.warning(
+        "sglang-fastpath: %s=1: the FP8 linear is emulated in torch (%s); times mean nothing",
+        envs.EMULATE,
+        _role(),
+    )
+    revert: Callable[[], None] = fp8_cpu_emulation.apply()
+    return revert
+
+
+def _warn_about_workers(why: str) -> None:
+    logger.warning("sglang-fastpath cannot get into the diffusion workers (%s); stock serves", why)
+
+
+def _log_to_stderr() -> None:
+    """Our lines are logged before SGLang configures logging and must survive it: they get their own handler."""
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%m-%d %H:%M:%S"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False

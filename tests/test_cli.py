@@ -1,0 +1,126 @@
+"""The console script: what it prints, and when it exits with 1."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_fastpath import __version__, contracts, doctor, envs
+from sglang_fastpath.cli import app
+from sglang_fastpath.features import CATALOGUE
+from sglang_fastpath.plan import make_plan
+from sglang_fastpath.status import StatusWriter
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: str, expect: int = 0):
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == expect, result.output
+    return result
+
+
+def test_the_script_is_installed() -> None:
+    printed = subprocess.run(
+        [Path(sys.executable).with_name("sglang-fastpath"), "version"], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.strip() == __version__
+
+
+def test_features_is_the_catalogue() -> None:
+    listed = json.loads(run("features", "--json").stdout)
+    assert [(entry["id"], entry["env"]) for entry in listed] == [(f.id, f.env) for f in CATALOGUE]
+    table = run("features").stdout
+    assert all(feature.env in table for feature in CATALOGUE)
+
+
+def test_env_shows_every_variable_with_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(envs.GUARD, "sample:7")
+    shown = json.loads(run("env", "--json").stdout)
+    values = {variable["name"]: variable["set"] for variable in shown["variables"]}
+    assert values.keys() == {variable.name for variable in envs.VARIABLES}
+    assert values[envs.GUARD] == "sample:7"
+    assert shown["machine"]["versions"]["torch"]
+    assert "SGLANG_FASTPATH_GUARD" in run("env").stdout
+
+
+def test_doctor_is_content_with_this_installation() -> None:
+    found = {entry["topic"]: entry for entry in json.loads(run("doctor", "--json").stdout)}
+    assert found["release"]["text"].startswith("0.5.17 at ")
+    assert {found[feature.id]["text"] for feature in CATALOGUE} == {"active"}
+    assert "cfg_mod_cache" in run("doctor").stdout
+
+
+def test_doctor_reports_a_wrong_setting_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_FASTPATH_CFG_MOD_CASHE", "0")
+    result = run("doctor", "--json", expect=1)
+    assert "SGLANG_FASTPATH_CFG_MOD_CACHE" in result.stdout
+
+
+def test_doctor_survives_what_it_looks_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "qwen-image"
+    (broken / "transformer").mkdir(parents=True)
+    (broken / "model_index.json").write_text("{")
+    levels = {finding.topic: finding.level for finding in doctor.examine({}, broken)}
+    assert levels["doctor"] == "error"
+    assert levels["cfg_mod_cache"] == "ok", "one broken part must not hide the others"
+
+
+def checkpoint(folder: Path, quantization: dict | None) -> Path:
+    (folder / "transformer").mkdir(parents=True)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "QwenImagePipeline"}))
+    config = {"_class_name": "QwenImageTransformer2DModel"}
+    if quantization:
+        config["quantization_config"] = quantization
+    (folder / "transformer" / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("quantization", "text"),
+    [
+        (None, "not quantized"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8 in blocks of [128, 128]"),
+        ({"quant_method": "mystery"}, "mystery"),
+    ],
+)
+def test_doctor_names_a_checkpoints_scheme(tmp_path: Path, quantization: dict | None, text: str) -> None:
+    findings = doctor.examine_checkpoint(checkpoint(tmp_path / "my-Qwen-Image", quantization))
+    assert text in " ".join(finding.text for finding in findings)
+    assert not any(finding.level == "error" for finding in findings)
+
+
+def test_doctor_warns_of_the_silent_fallback_to_diffusers(tmp_path: Path) -> None:
+    findings = doctor.examine_checkpoint(checkpoint(tmp_path / "my-model", None))
+    assert [finding.topic for finding in findings if finding.level == "error"] == ["backend"]
+
+
+def test_status_shows_running_processes_with_reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(envs.STATUS_DIR, str(tmp_path))
+    assert "No process with the plugin is running" in run("status").stdout
+    plan = make_plan(envs.Settings(enabled=True), contracts.installed_release())
+    plan.records["cfg_mod_cache"].fall_back("gradients are enabled")
+    writer = StatusWriter(tmp_path, "diffusion worker 0")
+    writer.serves = True
+    writer.remark = "a remark"
+    writer.write(plan)
+    shown = run("status").stdout
+    assert "diffusion worker 0" in shown
+    assert "never hit" in shown
+    assert "a remark" in shown
+    (entry,) = json.loads(run("status", "--json").stdout)
+    assert entry["features"]["cfg_mod_cache"]["fallbacks"] == {"gradients are enabled": 1}
+
+
+def test_quantize_errors_are_one_line_without_a_traceback(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["quantize", str(tmp_path / "nothing"), str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "nothing" in str(result.exception) + result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_documents_are_generated_from_the_catalogue() -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / "generate_docs.py", "--check"], check=True)

@@ -1,0 +1,83 @@
+"""Settings: every variable is read, and none can be misspelt without an error that names the right one."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_fastpath import envs
+from sglang_fastpath.features import CATALOGUE
+
+
+def test_nothing_set_means_off() -> None:
+    settings = envs.read({})
+    assert not settings.enabled
+    assert settings.guard == "once"
+    assert settings.parity == "bitwise"
+    assert all(settings.off_because(feature.id) is None for feature in CATALOGUE)
+
+
+@pytest.mark.parametrize("feature", CATALOGUE, ids=lambda feature: feature.id)
+def test_each_feature_has_its_own_switch(feature) -> None:
+    settings = envs.read({"SGLANG_FASTPATH": "1", feature.env: "0"})
+    assert settings.off_because(feature.id) == f"{feature.env}=0"
+    others = [other.id for other in CATALOGUE if other is not feature]
+    assert all(settings.off_because(id) is None for id in others)
+
+
+def test_a_features_own_switch_is_stronger_than_only() -> None:
+    feature = CATALOGUE[0]
+    assert envs.read({envs.ONLY: feature.id}).off_because(feature.id) is None
+    assert envs.read({envs.ONLY: feature.id, feature.env: "0"}).off_because(feature.id) == f"{feature.env}=0"
+    settings = envs.Settings(only=frozenset({"another"}), switches={feature.id: True})
+    assert settings.off_because(feature.id) is None
+    assert envs.Settings(only=frozenset({"another"})).off_because(feature.id) == f"not in {envs.ONLY}"
+
+
+@pytest.mark.parametrize("variable", envs.VARIABLES, ids=lambda variable: variable.name)
+@given(data=st.data())
+def test_a_misspelt_name_is_an_error_that_names_the_right_one(variable, data) -> None:
+    position = data.draw(st.integers(len(envs.PREFIX), len(variable.name)))
+    misspelt = variable.name[:position] + "Q" + variable.name[position:]
+    with pytest.raises(envs.ConfigurationError, match=variable.name) as caught:
+        envs.read({misspelt: "1"})
+    assert misspelt in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (envs.ENABLE, "yes"),
+        (envs.STRICT, "2"),
+        (envs.PARITY, "exact"),
+        (envs.GUARD, "sometimes"),
+        (envs.GUARD, "sample:0"),
+        (CATALOGUE[0].env, "on"),
+    ],
+)
+def test_a_value_out_of_range_is_an_error_that_names_it(name: str, value: str) -> None:
+    with pytest.raises(envs.ConfigurationError) as caught:
+        envs.read({name: value})
+    assert name in str(caught.value)
+    assert value in str(caught.value)
+
+
+def test_only_with_an_unknown_feature_names_the_nearest() -> None:
+    with pytest.raises(envs.ConfigurationError, match="cfg_mod_cache"):
+        envs.read({envs.ONLY: "cfg_mod_cash"})
+
+
+def test_the_status_folder_is_the_users_own() -> None:
+    assert envs.read({"XDG_STATE_HOME": "/x"}).status_dir == Path("/x/sglang-fastpath/status")
+    assert envs.read({}).status_dir == Path.home() / ".local/state/sglang-fastpath/status"
+    assert envs.read({envs.STATUS_DIR: "/y"}).status_dir == Path("/y")
+
+
+def test_a_feature_that_is_not_bit_exact_needs_the_ulp_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    ulp = dataclasses.replace(CATALOGUE[0], id="inexact", parity="ulp")
+    monkeypatch.setitem(envs.BY_ID, "inexact", ulp)
+    assert "SGLANG_FASTPATH_PARITY=ulp" in (envs.read({}).off_because("inexact") or "")
+    assert envs.read({envs.PARITY: "ulp"}).off_because("inexact") is None

@@ -1,0 +1,108 @@
+"""The plan: one state and one reason per feature, from settings, release and machine alone."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from sglang_fastpath import contracts, envs
+from sglang_fastpath.environment import Environment
+from sglang_fastpath.features import CATALOGUE
+from sglang_fastpath.plan import FeatureRecord, Plan, State, make_plan
+
+FEATURE = CATALOGUE[0]
+H200 = Environment("NVIDIA H200", 90, "13.0", "/usr/local/cuda/bin/nvcc", True, {})
+ON = envs.Settings(enabled=True)
+
+
+def needing(*needs: str):
+    return [dataclasses.replace(FEATURE, needs=needs)]
+
+
+@pytest.fixture(scope="module")
+def release() -> contracts.Release:
+    found = contracts.installed_release()
+    assert found is not None
+    assert found.version == "0.5.17"
+    return found
+
+
+def test_on_the_installed_release_everything_is_active(release: contracts.Release) -> None:
+    plan = make_plan(ON, release, H200)
+    assert {id: record.state for id, record in plan.records.items()} == {f.id: State.ACTIVE for f in CATALOGUE}
+    assert plan.summary("main") == f"active {len(CATALOGUE)}/{len(CATALOGUE)} (main)"
+
+
+@pytest.mark.parametrize(
+    ("machine", "needs", "reason"),
+    [
+        (dataclasses.replace(H200, gpu=None, sm=None), ("gpu",), "no NVIDIA GPU"),
+        (dataclasses.replace(H200, gpu=None, sm=None), ("sm",), "no NVIDIA GPU"),
+        (dataclasses.replace(H200, gpu="NVIDIA A100", sm=80), ("sm",), "SM80 (NVIDIA A100)"),
+        (dataclasses.replace(H200, gpu="RTX PRO 6000", sm=120), ("sm",), "SM120"),
+        (dataclasses.replace(H200, nvcc=None), ("nvcc",), "CUDA_HOME"),
+        (dataclasses.replace(H200, deep_gemm=False), ("deep_gemm",), "pip install sgl-deep-gemm"),
+    ],
+)
+def test_what_the_machine_lacks_is_named(release, machine: Environment, needs: tuple[str, ...], reason: str) -> None:
+    record = make_plan(ON, release, machine, needing(*needs)).records[FEATURE.id]
+    assert record.state is State.UNSUPPORTED
+    assert reason in record.reason
+    assert make_plan(ON, release, H200, needing(*needs)).records[FEATURE.id].state is State.ACTIVE
+
+
+def test_states_appear_in_the_status_line_with_their_reasons(release) -> None:
+    off = dataclasses.replace(FEATURE, id="other")
+    settings = dataclasses.replace(ON, switches={FEATURE.id: False})
+    plan = make_plan(settings, release, H200, [FEATURE])
+    plan.records["other"] = FeatureRecord(off, State.ACTIVE)
+    assert plan.summary("diffusion worker 0") == (
+        f"active 1/2 (diffusion worker 0); off: {FEATURE.id} ({FEATURE.env}=0)"
+    )
+
+
+def test_without_sglang_nothing_is_active() -> None:
+    assert make_plan(ON, None, H200).records[FEATURE.id].state is State.UNSUPPORTED
+
+
+def test_native_is_claimed_for_recorded_releases_only(release) -> None:
+    newer = dataclasses.replace(release, version="0.5.23")
+    assert make_plan(ON, newer, H200).records[FEATURE.id].state is State.NATIVE
+    unknown = dataclasses.replace(release, version="0.5.24")
+    record = make_plan(ON, unknown, H200).records[FEATURE.id]
+    assert record.state is State.DRIFTED
+    assert "0.5.24 is not recorded" in record.reason
+
+
+def test_an_active_feature_that_nothing_reached_is_never_hit(release) -> None:
+    plan = make_plan(ON, release, H200)
+    record = plan.records[FEATURE.id]
+    assert plan.observed(record) == (State.NEVER_HIT, "no call reached it")
+    record.fall_back("rare")
+    record.fall_back("common")
+    record.fall_back("common")
+    assert plan.observed(record) == (State.NEVER_HIT, "common")
+    assert record.fallbacks == Counter(common=2, rare=1)
+    record.hit()
+    assert plan.observed(record) == (State.ACTIVE, "")
+
+
+def test_a_failed_parity_is_shown_with_its_signature(release) -> None:
+    import torch
+
+    plan: Plan = make_plan(ON, release, H200)
+    record = plan.records[FEATURE.id]
+    record.hit()
+    plan.guard.run(FEATURE.id, "sig", fast=lambda: torch.zeros(1), stock=lambda: torch.ones(1))
+    state, reason = plan.observed(record)
+    assert state is State.PARITY_FAILED
+    assert "sig" in reason
+
+
+def test_the_first_hit_is_announced_once(release) -> None:
+    record = make_plan(ON, release, H200).records[FEATURE.id]
+    seen: list[int] = []
+    record.on_first_hit = lambda record: seen.append(record.hits)
+    record.hit()
+    record.hit()
+    assert seen == [1]

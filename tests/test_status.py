@@ -1,0 +1,133 @@
+"""Status files: private, atomic, honest about which process still runs, and never in the way."""
+
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_fastpath import contracts, envs, status
+from sglang_fastpath.plan import Plan, make_plan
+from sglang_fastpath.status import StatusWriter
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return make_plan(envs.Settings(enabled=True), contracts.installed_release())
+
+
+def test_what_is_written_is_read(tmp_path: Path, plan: Plan) -> None:
+    writer = StatusWriter(tmp_path / "a" / "status", "diffusion worker 0")
+    record = plan.records["cfg_mod_cache"]
+    record.hit()
+    record.fall_back("outside a denoising step")
+    writer.write(plan)
+    (process,) = status.read(tmp_path / "a" / "status")
+    assert process.life == "running"
+    assert process.document["role"] == "diffusion worker 0"
+    assert process.document["features"]["cfg_mod_cache"] == {
+        "state": "active",
+        "reason": "",
+        "planned": "active",
+        "hits": 1,
+        "fallbacks": {"outside a denoising step": 1},
+    }
+
+
+def test_files_are_readable_by_their_user_alone(tmp_path: Path, plan: Plan) -> None:
+    writer = StatusWriter(tmp_path / "status", "main")
+    writer.write(plan)
+    assert stat.S_IMODE(writer.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(writer.path.parent.stat().st_mode) == 0o700
+    assert [path.name for path in writer.path.parent.iterdir()] == [writer.path.name], "no temporary file stays"
+
+
+def test_a_process_that_died_is_not_shown_as_running(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from pathlib import Path; from sglang_fastpath import contracts, envs, status, plan\n"
+        "p = plan.make_plan(envs.Settings(enabled=True), contracts.installed_release())\n"
+        "status.StatusWriter(Path(sys.argv[1]), 'diffusion worker 0').write(p); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False).returncode == -9
+    assert status.read(tmp_path) == []
+    (dead,) = status.read(tmp_path, all_processes=True)
+    assert dead.life == "ended"
+
+
+def test_a_reused_process_id_does_not_revive_a_status(tmp_path: Path, plan: Plan) -> None:
+    writer = StatusWriter(tmp_path, "main")
+    writer.write(plan)
+    document = json.loads(writer.path.read_text())
+    document["started"] -= 3600
+    writer.path.write_text(json.dumps(document))
+    assert status.read(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}', '{"format": 1}', "\x00\xff"])
+def test_a_damaged_or_foreign_file_is_set_aside(tmp_path: Path, plan: Plan, content: str) -> None:
+    writer = StatusWriter(tmp_path, "main")
+    writer.write(plan)
+    (tmp_path / "1-1.json").write_bytes(content.encode("latin-1"))
+    assert [process.document["pid"] for process in status.read(tmp_path)] == [os.getpid()]
+    assert (tmp_path / "1-1.damaged").exists()
+    assert not (tmp_path / "1-1.json").exists()
+
+
+def test_old_files_of_ended_processes_go(tmp_path: Path, plan: Plan) -> None:
+    writer = StatusWriter(tmp_path, "main")
+    writer.write(plan)
+    document = json.loads(writer.path.read_text())
+    document["started"] -= 3600
+    document["updated"] -= status.KEEP_SECONDS + 1
+    writer.path.write_text(json.dumps(document))
+    assert status.read(tmp_path, all_processes=True) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_costs_one_warning(
+    tmp_path: Path, plan: Plan, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocker = tmp_path / "file"
+    blocker.touch()
+    writer = StatusWriter(blocker / "status", "main")
+    with caplog.at_level(logging.WARNING, logger="sglang_fastpath"):
+        writer.write(plan)
+        writer.write(plan)
+    assert len(caplog.records) == 1
+    assert "SGLANG_FASTPATH_STATUS_DIR" in caplog.text
+
+
+def test_a_full_disk_costs_one_warning_and_leaves_nothing(
+    tmp_path: Path, plan: Plan, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel's own limit on file sizes stands in for a full disk: the write itself fails, half way."""
+    import resource
+    import signal
+
+    writer = StatusWriter(tmp_path, "main")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        with caplog.at_level(logging.WARNING, logger="sglang_fastpath"):
+            writer.write(plan)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert len(caplog.records) == 1
+    assert list(tmp_path.iterdir()) == []
+    writer.write(plan)
+    assert len(status.read(tmp_path)) == 1, "once there is room again, the status comes back"
+
+
+def test_mere_counts_are_written_at_most_once_a_second(tmp_path: Path, plan: Plan) -> None:
+    writer = StatusWriter(tmp_path, "main")
+    writer.write_soon(plan)
+    first = writer.path.stat().st_mtime_ns
+    for _ in range(100):
+        writer.write_soon(plan)
+    assert writer.path.stat().st_mtime_ns == first
