@@ -1,0 +1,190 @@
+"""SGLang's whole engine as a user starts it: small checkpoints, `sglang serve` processes, images over HTTP."""
+
+import base64
+import contextlib
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sglang_fastpath import envs
+
+ROOT = Path(__file__).parents[1]
+START_SECONDS = 420.0
+"""How long a start may take; about 40 on two idle cores."""
+ANSWER_SECONDS = 120.0
+
+
+class EngineError(AssertionError):
+    """A process of SGLang did not do what was asked; the message ends with its log."""
+
+
+def program(name: str) -> str:
+    """A console script of the environment that the tests run in."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's environment with no variable of the plugin but those given."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(envs.PREFIX)}
+    # One thread each: several engines share few cores, and tiny matrices gain nothing from more.
+    return {**clean, "OMP_NUM_THREADS": "1", **variables}
+
+
+def tiny_qwen_image(folder: Path, *, seed: int = 0, fp8: bool = True) -> Path:
+    """A small Qwen-Image in `folder`, in block FP8 or bf16; made by the project's own tools unless it is there."""
+    bf16 = folder / f"tiny-qwen-image-{seed}"
+    if not bf16.exists():
+        script = ROOT / "scripts" / "make_tiny_checkpoint.py"
+        run([sys.executable, str(script), str(bf16), "--model", "qwen-image", "--seed", str(seed)])
+    quantized = folder / f"tiny-qwen-image-{seed}-fp8"
+    if fp8 and not quantized.exists():
+        run([program("sglang-fastpath"), "quantize", str(bf16), str(quantized)])
+    return quantized if fp8 else bf16
+
+
+def run(
+    command: Sequence[str],
+    *,
+    variables: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    expect: int | None = 0,
+    timeout: float = START_SECONDS,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end; the exit code must be `expect` (None: anything but 0)."""
+    done = subprocess.run(
+        command,
+        env=environment(**(variables or {})),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+        check=False,
+    )
+    if (done.returncode == 0) if expect is None else (done.returncode != expect):
+        output = (done.stdout + done.stderr)[-6000:]
+        raise EngineError(f"`{' '.join(command)}` ended with {done.returncode}:\n{output}")
+    return done
+
+
+def read_status(status_dir: Path, *, ended: bool = False) -> dict[str, dict[str, Any]]:
+    """What `sglang-fastpath status` says of the processes that write to `status_dir`, by their role."""
+    command = [program("sglang-fastpath"), "status", "--json", *(["--all"] if ended else [])]
+    shown = json.loads(run(command, variables={envs.STATUS_DIR: str(status_dir)}).stdout)
+    by_role = {process["role"]: process for process in shown}
+    assert len(by_role) == len(shown), "two processes claim the same role"
+    return by_role
+
+
+class Server:
+    """One `sglang serve MODEL` process in a folder of its own, which holds its log and status files.
+
+    Start several at once, then wait for each: they spend most of their start on imports, on one core.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        plugin: bool,
+        arguments: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        folder.mkdir(parents=True)
+        self.status_dir = folder / "status"
+        self._log_path = folder / "log.txt"
+        port = _free_ports(4)
+        self._url = f"http://127.0.0.1:{port}"
+        command = [program("sglang"), "serve", str(model), *(["--plugin", "fastpath"] if plugin else [])]
+        # The port after `port` is taken by SGLang's own broker.
+        command += ["--host", "127.0.0.1", "--port", str(port), "--scheduler-port", str(port + 2)]
+        command += ["--master-port", str(port + 3), "--warmup-mode", "off", *arguments]
+        switched = {envs.EMULATE: "1", **({envs.STATUS_DIR: str(self.status_dir)} if plugin else {})}
+        with self._log_path.open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                env=environment(**switched, **(variables or {})),
+                cwd=folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def log(self) -> str:
+        text = self._log_path.read_text(errors="replace")
+        return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+    def wait(self) -> "Server":
+        """Returns once the server is healthy."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self._url}/health", timeout=5):
+                return self
+            time.sleep(0.25)
+        raise EngineError(f"the server did not start (exit code {self.process.poll()}):\n{self.log[-6000:]}")
+
+    def post(self, path: str, body: Mapping[str, Any], *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
+        """The JSON answer to a POST.
+
+        Raises:
+            urllib.error.HTTPError: for an answer that is an error.
+        """
+        request = urllib.request.Request(
+            f"{self._url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            decoded: dict[str, Any] = json.load(answer)
+        return decoded
+
+    def images(self, body: Mapping[str, Any], *, timeout: float = ANSWER_SECONDS) -> list[bytes]:
+        """The PNG files that the server gives for a request, byte for byte."""
+        defaults = {"num_inference_steps": 2, "response_format": "b64_json", "output_format": "png"}
+        answer = self.post("/v1/images/generations", {**defaults, **body}, timeout=timeout)
+        files = [base64.b64decode(image["b64_json"]) for image in answer["data"]]
+        assert all(file.startswith(b"\x89PNG\r\n") for file in files)
+        return files
+
+    def load_weights(self, checkpoint: Path) -> None:
+        answer = self.post("/update_weights_from_disk", {"model_path": str(checkpoint)})
+        assert answer["success"], answer
+
+    def status(self, *, ended: bool = False) -> dict[str, dict[str, Any]]:
+        return read_status(self.status_dir, ended=ended)
+
+    def stop(self) -> None:
+        """Ends the server and everything that it started."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self.process.pid)
+            family = [*parent.children(recursive=True), parent]
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.process.wait(timeout=30)
+
+
+def _free_ports(count: int) -> int:
+    """The first of `count` consecutive ports that are free, below those that the kernel hands out by itself."""
+    while True:
+        first = random.randrange(20_000, 32_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+
+
+def http_error(error: urllib.error.HTTPError) -> tuple[int, str]:
+    """The status code and the body of an answer that is an error."""
+    return error.code, error.read().decode(errors="replace")

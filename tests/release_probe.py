@@ -1,0 +1,213 @@
+"""What the plugin does on the SGLang release that comes first on the path: the subprocess of the release matrix.
+
+    PYTHONPATH=.releases/VERSION python tests/release_probe.py REPORT [NAME=VALUE ...]
+
+Runs the tiny denoiser on stock, loads the plugin as SGLang does, with the environment variables given, runs the
+denoiser again, spawns a diffusion worker, takes the plugin out again, and writes a `Report` as JSON. The process
+starts without the variables: what is found was loaded through SGLang's own entry points, not by the `.pth` file.
+"""
+
+import hashlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import pickle
+import sys
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import wrapt
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from torch import nn
+
+STEPS = 3
+_RUNTIME = "sglang.multimodal_gen.runtime"
+_GPU_WORKER = f"{_RUNTIME}.managers.gpu_worker"
+_PLUGINS = f"{_RUNTIME}.platforms.plugins"
+_SEAMS = (
+    f"{_RUNTIME}.launch_server",
+    f"{_RUNTIME}.managers.scheduler",
+    f"{_RUNTIME}.server_args",
+    "sglang.srt.server_args",
+)
+
+# Feature id -> [state, reason]; None in a process without a plan.
+States = dict[str, list[str]] | None
+
+
+class WorkerReport(TypedDict):
+    """What a spawned worker finds at the point where SGLang would load the model."""
+
+    startup_file_ran: bool
+    states: States
+    replaced: list[str]
+
+
+class Report(TypedDict):
+    """What the test asserts on.
+
+    `changed` names what differs from stock with the plugin in, `left_behind` with the plugin taken out again.
+    `stock`, `plugged` and `unplugged` are digests of the latents, one a step. `hits` and `fallbacks` are counted
+    by feature; `modulation_calls` is how often a guidance run calls a modulation linear in each pass.
+    """
+
+    release: list[str]
+    startup_file_ran: bool
+    states: States
+    changed: list[str]
+    left_behind: list[str]
+    stock: list[str]
+    plugged: list[str]
+    unplugged: list[str]
+    hits: dict[str, int]
+    fallbacks: dict[str, int]
+    modulation_calls: int
+    worker: WorkerReport
+
+
+class Snapshot:
+    """Every function, method and class in SGLang's imported modules, held to be compared by identity."""
+
+    _KINDS = (FunctionType, type, staticmethod, classmethod, property)
+
+    def __init__(self) -> None:
+        self._held: list[tuple[str, Any, str, Any]] = []
+        for module in list(sys.modules.values()):
+            # SGLang has lazy stand-ins for modules in there, which are to be left alone.
+            if type(module) is ModuleType and module.__name__.split(".")[0] == "sglang":
+                self._hold(module, f"{module.__name__}:", module.__name__)
+
+    def _hold(self, owner: Any, prefix: str, module: str) -> None:
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, self._KINDS):
+                self._held.append((f"{prefix}{name}", owner, name, value))
+            nested = isinstance(value, type) and value.__module__ == module
+            if nested and f"{module}:{value.__qualname__}" == f"{prefix}{name}":
+                self._hold(value, f"{prefix}{name}.", module)
+
+    def changed(self) -> list[str]:
+        """The names that hold another object by now."""
+        return sorted(name for name, owner, key, value in self._held if vars(owner).get(key) is not value)
+
+
+def run(denoiser: "nn.Module") -> list[str]:
+    """Guidance on two prompts of different length: a digest of the latents' bytes after each step."""
+    import torch
+
+    from sglang_fastpath.guidance_loop import GuidanceLoop
+
+    loop = GuidanceLoop(denoiser, steps=STEPS, text_tokens=13, negative_tokens=7)
+    return [hashlib.sha256(latents.view(torch.uint8).numpy().tobytes()).hexdigest() for latents in loop]
+
+
+def load_plugins() -> None:
+    """As SGLang does in a process that it starts with; twice, as it does from 0.5.21."""
+    importlib.import_module("sglang.srt.plugins").load_plugins()
+    if importlib.util.find_spec(_PLUGINS):
+        diffusion = importlib.import_module(_PLUGINS)
+        diffusion.load_plugins()
+        diffusion.apply_plugin_hooks()
+
+
+def startup_file_ran() -> bool:
+    return "sglang_fastpath.startup" in sys.modules
+
+
+def states() -> States:
+    from sglang_fastpath import plan
+
+    current = plan.current()
+    return {id: [record.state, record.reason] for id, record in current.records.items()} if current else None
+
+
+def spawn_worker(settings: dict[str, str]) -> WorkerReport:
+    """Spawns what SGLang's launcher would spawn, and reports from where its worker would begin to work."""
+    launcher = importlib.import_module(f"{_RUNTIME}.launch_server")
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    arguments: dict[str, Any] = {"pipe_writer": writer}
+    target = getattr(launcher, "run_scheduler_process", None)
+    if target is None:
+        from sglang.multimodal_gen.runtime.managers.worker_bootstrap import SchedulerProcessSpec, ServerArgsPayload
+
+        payload = ServerArgsPayload.capture(object.__new__(launcher.ServerArgs))
+        target = launcher.bootstrap_scheduler_process
+        arguments = {"spec": SchedulerProcessSpec(0, 0, payload, writer)}
+    worker = context.Process(
+        target=be_worker, args=(settings, pickle.dumps(target), arguments), name="sglang-diffusionWorker-0"
+    )
+    for name in settings:  # the worker sets them once it runs, too late for the .pth file
+        del os.environ[name]
+    worker.start()
+    os.environ.update(settings)
+    writer.close()
+    report: WorkerReport = reader.recv()
+    worker.join()
+    return report
+
+
+def be_worker(settings: dict[str, str], pickled_target: bytes, arguments: dict[str, Any]) -> None:
+    """Does what the child of a spawn does, but for the last function, which would load a model."""
+
+    def stand_in(module: Any) -> None:
+        module.run_scheduler_process = report_from_worker
+
+    wrapt.register_post_import_hook(stand_in, _GPU_WORKER)
+    os.environ.update(settings)
+    pickle.loads(pickled_target)(**arguments)
+
+
+def report_from_worker(*_: Any, pipe_writer: "Connection", **__: Any) -> None:
+    from sglang_fastpath import contracts, features
+
+    targets = features.contract_targets()
+    for target in targets:
+        importlib.import_module(target.partition(":")[0])
+    replaced = [target for target in targets if contracts.is_stock(target)]
+    pipe_writer.send(WorkerReport(startup_file_ran=startup_file_ran(), states=states(), replaced=replaced))
+
+
+def main(path: str, *assignments: str) -> None:
+    from sglang_fastpath import contracts, features, plan, plugin
+    from sglang_fastpath.denoisers import build_qwen_image
+
+    for module in (*_SEAMS, *(target.partition(":")[0] for target in features.contract_targets())):
+        importlib.import_module(module)
+    denoiser: Any = build_qwen_image(layers=2)
+    stock = run(denoiser)
+
+    before = Snapshot()
+    settings = dict(assignment.split("=", 1) for assignment in assignments)
+    os.environ.update(settings)
+    load_plugins()
+    states_found, changed, worker = states(), before.changed(), spawn_worker(settings)
+    plugged = run(denoiser)
+    current = plan.current()
+    records = current.records if current else {}
+
+    plugin.deactivate()
+    release = contracts.installed_release()
+    report = Report(
+        release=[release.version, str(release.root)] if release else [],
+        startup_file_ran=startup_file_ran(),
+        states=states_found,
+        changed=changed,
+        left_behind=before.changed(),
+        stock=stock,
+        plugged=plugged,
+        unplugged=run(denoiser),
+        hits={id: record.hits for id, record in records.items()},
+        fallbacks={id: record.fallbacks.total() for id, record in records.items()},
+        modulation_calls=STEPS * 2 * len(denoiser.transformer_blocks),
+        worker=worker,
+    )
+    Path(path).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,182 @@
+"""The release matrix: what the plugin is on each SGLang release, found out in a process of that release."""
+
+import ast
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_fastpath.features import BY_ID
+
+pytestmark = pytest.mark.releases
+
+ROOT = Path(__file__).resolve().parent.parent
+PROBE = Path(__file__).with_name("release_probe.py")
+MATRIX: tuple[str, ...] = runpy.run_path(str(ROOT / "scripts/releases.py"))["MATRIX"]
+
+ACTIVE = ["active", ""]
+NATIVE = ["native", "stock does it since 0.5.19"]
+STATES = {
+    "0.5.11": {"cfg_mod_cache": ACTIVE},
+    "0.5.17": {"cfg_mod_cache": ACTIVE},
+    "0.5.19": {"cfg_mod_cache": NATIVE},
+    "0.5.21": {"cfg_mod_cache": NATIVE},
+    "0.5.23": {"cfg_mod_cache": NATIVE},
+}
+
+LAUNCHER = "sglang.multimodal_gen.runtime.launch_server"
+READINESS = "sglang.multimodal_gen.runtime.managers.scheduler:Scheduler.event_loop"
+PROCESS_TARGETS = {f"{LAUNCHER}:run_scheduler_process", f"{LAUNCHER}:_run_disagg_role_process"}
+SEAMS = {version: {READINESS} for version in MATRIX} | {
+    version: {READINESS, *PROCESS_TARGETS} for version in ("0.5.11", "0.5.17", "0.5.19")
+}
+
+ALTERED = "sglang.multimodal_gen.runtime.models.dits.qwen_image:QwenTimestepProjEmbeddings.forward"
+ALTERED_0_5_17, UNRECORDED_0_5_24, NOT_ASKED_0_5_17 = "altered 0.5.17", "0.5.24", "0.5.17, not asked for"
+
+# What tests/release_probe.py describes.
+Report = dict[str, Any]
+
+
+def unpacked(version: str) -> Path:
+    tree = ROOT / ".releases" / version
+    assert (tree / "sglang").is_dir(), f"SGLang {version} is not in {tree}: run python scripts/releases.py"
+    return tree
+
+
+def copy_with(tree: Path, copy: Path, changed: str, edit: Callable[[str], str]) -> Path:
+    """A copy of a release made of links, but for one file that is edited."""
+    original = tree
+    for part in Path(changed).parts:
+        copy.mkdir()
+        for entry in original.iterdir():
+            if entry.name not in (part, "__pycache__"):
+                (copy / entry.name).symlink_to(entry)
+        original, copy = original / part, copy / part
+    text = original.read_text()
+    assert edit(text) != text
+    copy.write_text(edit(text))
+    return copy.parents[len(Path(changed).parts) - 1]
+
+
+def add_statement(source: str) -> str:
+    """A release's file with the contract function ALTERED one statement longer, doing what it did."""
+    tree = node = ast.parse(source)
+    for name in ALTERED.partition(":")[2].split("."):
+        node = next(child for child in node.body if getattr(child, "name", None) == name)  # type: ignore[assignment]
+    node.body.append(ast.Pass())
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def run_probe(tree: Path, folder: Path, *settings: str) -> Report:
+    folder.mkdir()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_FASTPATH")}
+    environment |= {
+        "PYTHONPATH": str(tree),
+        "XDG_STATE_HOME": str(folder),
+        # Of SGLang's dependencies, one brings a plugin of its own: what changes here is to be ours.
+        "SGLANG_PLUGINS": "fastpath",
+    }
+    command = [sys.executable, str(PROBE), str(folder / "report.json"), *settings]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, f"{tree.name}:\n{done.stderr[-8000:]}"
+    report: Report = json.loads((folder / "report.json").read_text())
+    return report
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Report]]:
+    """The report on a release, or on one of the three special cases. All are probed, two at a time."""
+    folder = tmp_path_factory.mktemp("releases")
+    qwen_image = f"{ALTERED.partition(':')[0].replace('.', '/')}.py"
+    trees = {version: unpacked(version) for version in MATRIX}
+    trees[ALTERED_0_5_17] = copy_with(trees["0.5.17"], folder / "altered", qwen_image, add_statement)
+    trees[UNRECORDED_0_5_24] = copy_with(
+        trees["0.5.23"], folder / "newer", "sglang/_version.py", lambda text: text.replace("0.5.23", "0.5.24")
+    )
+    trees[NOT_ASKED_0_5_17] = trees["0.5.17"]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        reports: dict[str, Future[Report]] = {}
+        for name, tree in trees.items():
+            settings = [] if name == NOT_ASKED_0_5_17 else ["SGLANG_FASTPATH=1"]
+            reports[name] = pool.submit(run_probe, tree, folder / f"probe {name}", *settings)
+        yield lambda name: reports[name].result()
+        pool.shutdown(cancel_futures=True)
+
+
+def active_sites(states: dict[str, list[str]]) -> set[str]:
+    return {site for id, state in states.items() if state == ACTIVE for site in BY_ID[id].sites}
+
+
+def assert_stock_serves(report: Report) -> None:
+    """The plugin is there and serves nothing, in the parent and in a worker."""
+    assert set(report["changed"]) <= {READINESS, *PROCESS_TARGETS}
+    assert report["left_behind"] == report["worker"]["replaced"] == []
+    assert report["worker"]["states"] == report["states"]
+    assert report["stock"] == report["plugged"]
+    assert not any(report["hits"].values())
+
+
+@pytest.mark.parametrize("version", MATRIX)
+def test_sglang_loads_the_plugin_and_the_plan_is_the_recorded_one(
+    version: str, probed: Callable[[str], Report]
+) -> None:
+    report = probed(version)
+    assert report["release"] == [version, str(unpacked(version) / "sglang")]
+    assert not report["startup_file_ran"]  # so that the entry points alone did it
+    assert report["states"] == STATES[version]
+
+
+@pytest.mark.parametrize("version", MATRIX)
+def test_a_spawned_worker_has_the_plugin(version: str, probed: Callable[[str], Report]) -> None:
+    worker = probed(version)["worker"]
+    assert not worker["startup_file_ran"]
+    assert worker["states"] == STATES[version]
+    assert set(worker["replaced"]) == active_sites(STATES[version])
+
+
+@pytest.mark.parametrize("version", MATRIX)
+def test_guidance_gives_stocks_bytes(version: str, probed: Callable[[str], Report]) -> None:
+    report = probed(version)
+    assert report["stock"] == report["plugged"] == report["unplugged"]
+    assert len(set(report["stock"])) == len(report["stock"]) > 1
+    active = STATES[version]["cfg_mod_cache"] == ACTIVE
+    assert report["hits"]["cfg_mod_cache"] == (report["modulation_calls"] if active else 0)
+    assert report["fallbacks"]["cfg_mod_cache"] == 0
+
+
+@pytest.mark.parametrize("version", MATRIX)
+def test_nothing_else_of_sglang_changes_and_all_of_it_comes_back(
+    version: str, probed: Callable[[str], Report]
+) -> None:
+    report = probed(version)
+    assert set(report["changed"]) == active_sites(STATES[version]) | SEAMS[version]
+    assert report["left_behind"] == []
+
+
+def test_a_changed_function_is_a_drift_that_names_it(probed: Callable[[str], Report]) -> None:
+    report = probed(ALTERED_0_5_17)
+    assert report["release"][0] == "0.5.17"
+    state, reason = report["states"]["cfg_mod_cache"]
+    assert state == "drifted" and reason.startswith(f"{ALTERED} is changed in this copy of SGLang 0.5.17")
+    assert_stock_serves(report)
+
+
+def test_a_newer_release_is_a_drift(probed: Callable[[str], Report]) -> None:
+    report = probed(UNRECORDED_0_5_24)
+    expected = ["drifted", "release 0.5.24 is not recorded; recorded: 0.5.11 ... 0.5.23"]
+    assert report["states"] == {id: expected for id in BY_ID}
+    assert_stock_serves(report)
+
+
+def test_a_process_that_does_not_ask_for_the_plugin_keeps_stock(probed: Callable[[str], Report]) -> None:
+    report = probed(NOT_ASKED_0_5_17)
+    assert report["states"] is None and report["changed"] == []
+    assert_stock_serves(report)
