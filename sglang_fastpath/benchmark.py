@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sglang_fastpath import contracts, envs, plan, plugin
+from sglang_fastpath import contracts, envs, plugin
 from sglang_fastpath.denoisers import build_qwen_image, start_runtime
 from sglang_fastpath.features import CATALOGUE
 from sglang_fastpath.guard import compare
 from sglang_fastpath.guidance_loop import GuidanceLoop
+from sglang_fastpath.plan import Plan, make_plan
 
 PASSES_A_STEP = 2
 # Kernels that belong to the floor, FP8 GEMM and attention, by the names that DeepGEMM and the backends give them.
@@ -42,36 +43,37 @@ class Workload:
 
 
 @contextmanager
-def features_on(settings: envs.Settings | None) -> Iterator[plan.Plan | None]:
-    """Applies the plan that `settings` give (None: stock) and restores every original afterwards."""
-    if settings is None:
-        yield None
+def applied(new: Plan | None) -> Iterator[None]:
+    """Applies a plan (None: stock) and restores every original object afterwards."""
+    if new is None:
+        yield
         return
-    plugin.apply(new := plan.make_plan(settings, contracts.installed_release()))
+    plugin.apply(new)
     try:
-        yield new
+        yield
     finally:
         plugin.deactivate()
 
 
-def variants() -> dict[str, envs.Settings | None]:
-    """Name -> settings: stock, everything on, each feature alone, everything without it."""
+def make_variants() -> dict[str, Plan | None]:
+    """Name -> plan: stock, everything on, each feature alone, everything without it."""
 
-    def only(*on: str) -> envs.Settings:
-        return envs.Settings(enabled=True, switches={f.id: f.id in on for f in CATALOGUE})
+    def only(*on: str) -> Plan:
+        settings = envs.Settings(enabled=True, switches={f.id: f.id in on for f in CATALOGUE})
+        return make_plan(settings, contracts.installed_release())
 
     ids = [feature.id for feature in CATALOGUE]
-    named: dict[str, envs.Settings | None] = {"stock": None, "fast": only(*ids)}
+    variants: dict[str, Plan | None] = {"stock": None, "fast": only(*ids)}
     for id in ids:
-        named[f"alone {id}"] = only(id)
-        named[f"without {id}"] = only(*(other for other in ids if other != id))
-    return named
+        variants[f"alone {id}"] = only(id)
+        variants[f"without {id}"] = only(*(other for other in ids if other != id))
+    return variants
 
 
 def run(
     workload: Workload, *, steps: int = 10, rounds: int = 3, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Parity over a guidance run, then times: see the schema in docs/benchmarks.md."""
+    """Parity over a guidance run, then times; docs/benchmarks.md explains the fields."""
     start_runtime(attention_backend=workload.attention)
     report("building the denoiser")
     denoiser = build_qwen_image(
@@ -81,28 +83,26 @@ def run(
         fp8=True,
         device=workload.device,
     )
-    all_variants = variants()
+    variants = make_variants()
     report(f"parity over {steps} steps of guidance")
     reference = [latents.clone() for latents in _loop(denoiser, workload, steps)]
-    equal, states, hits = {}, {}, {}
-    for name, settings in all_variants.items():
-        with features_on(settings) as new:
+    equal: dict[str, bool] = {}
+    for name, new in variants.items():
+        with applied(new):
             difference = compare([latents.clone() for latents in _loop(denoiser, workload, steps)], reference)
-            equal[name] = difference is None
-            if new:
-                states[name] = {id: new.described(record) for id, record in new.records.items()}
-                hits[name] = {id: record.hits for id, record in new.records.items()}
-            report(f"  {name}: {'bitwise equal' if difference is None else difference}")
-    times: dict[str, list[float]] = {name: [] for name in all_variants}
+        equal[name] = difference is None
+        report(f"  {name}: {difference or 'bitwise equal'}")
+    fast = variants["fast"]
+    assert fast is not None
+    features = {id: {"state": fast.described(record), "hits": record.hits} for id, record in fast.records.items()}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
         report(f"timing, round {number + 1} of {rounds}")
-        for name, settings in all_variants.items():
-            with features_on(settings):
-                times[name] += _pass_times(denoiser, workload, steps)
+        _time_interleaved(denoiser, workload, steps, variants, times)
     kernels = {}
     for name in ("stock", "fast"):
         report(f"profiling {name}")
-        with features_on(all_variants[name]):
+        with applied(variants[name]):
             kernels[name] = _profile(denoiser, workload)
     medians = {name: round(statistics.median(values), 3) for name, values in times.items()}
     return {
@@ -111,18 +111,22 @@ def run(
         "rounds": rounds,
         "floor_ms": kernels["stock"]["floor_ms"],
         **{
-            name: {"pass_ms": medians[name], "min_ms": min(times[name]), "max_ms": max(times[name]), **kernels[name]}
+            name: {
+                "pass_ms": medians[name],
+                "min_ms": round(min(times[name]), 3),
+                "max_ms": round(max(times[name]), 3),
+                **kernels[name],
+            }
             for name in ("stock", "fast")
         },
         "features": {
             id: {
-                "state": states["fast"][id],
-                "hits": hits["fast"][id],
+                **seen,
                 "bitwise_equal_alone": equal[f"alone {id}"],
                 "alone_ms": medians[f"alone {id}"],
                 "without_ms": medians[f"without {id}"],
             }
-            for id in (feature.id for feature in CATALOGUE)
+            for id, seen in features.items()
         },
     }
 
@@ -166,17 +170,26 @@ def _synchronize(workload: Workload) -> None:
         torch.cuda.synchronize()
 
 
-def _pass_times(denoiser: nn.Module, workload: Workload, steps: int) -> list[float]:
-    """Milliseconds a pass, wall, of each step but the first (which checks parity and warms up)."""
-    times = []
-    started = 0.0
-    for index, _ in enumerate(_loop(denoiser, workload, steps)):
-        _synchronize(workload)
-        now = time.perf_counter()
-        if index:
-            times.append((now - started) * 1e3 / PASSES_A_STEP)
-        started = now
-    return times
+def _time_interleaved(
+    denoiser: nn.Module,
+    workload: Workload,
+    steps: int,
+    variants: dict[str, Plan | None],
+    times: dict[str, list[float]],
+) -> None:
+    """Adds milliseconds a pass, wall: every variant runs its n-th step before any runs its next, in turning order."""
+    names = list(variants)
+    loops = {name: _loop(denoiser, workload, steps) for name in names}
+    for step in range(steps):
+        for name in names[step % len(names) :] + names[: step % len(names)]:
+            with applied(variants[name]):
+                _synchronize(workload)
+                started = time.perf_counter()
+                next(loops[name])
+                _synchronize(workload)
+                elapsed = time.perf_counter() - started
+            if step:  # the first one warms up
+                times[name].append(elapsed * 1e3 / PASSES_A_STEP)
 
 
 def _profile(denoiser: nn.Module, workload: Workload) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 Works with whichever SGLang release from 0.5.11 to 0.5.23 comes first on the import path, on a GPU and on a CPU.
 """
 
+import atexit
 import inspect
+import shutil
 import tempfile
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +36,11 @@ def start_runtime(*, tp_size: int = 1, attention_backend: str = "torch_sdpa") ->
         torch._dynamo.config.disable = True  # the norms are torch.compile'd: 20 s of C++ otherwise
         _register_missing_cpu_ops()
     server_args.set_global_server_args(_ServerArgs(attention_backend))
-    rendezvous = "env://" if tp_size > 1 else f"file://{tempfile.mkdtemp(prefix='denoiser-')}/store"
+    rendezvous = "env://"
+    if tp_size == 1:
+        folder = tempfile.mkdtemp(prefix="denoiser-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        rendezvous = f"file://{folder}/store"
     initialize = parallel_state.maybe_init_distributed_environment_and_model_parallel
     required = {"enable_cfg_parallel": False}  # up to 0.5.11
     known = inspect.signature(initialize).parameters
@@ -140,16 +146,6 @@ def denoiser_inputs(
         "timestep": timestep,
         **pipeline.prepare_pos_cond_kwargs(request, weight.device, model.rotary_emb, weight.dtype),
     }
-
-
-def run_pass(model: nn.Module, *, step: int = 0, **inputs: Any) -> Tensor:
-    """One forward pass on `denoiser_inputs(model, **inputs)`: [batch, image tokens, out_channels]."""
-    from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
-
-    kwargs = denoiser_inputs(model, **inputs)
-    with torch.inference_mode(), set_forward_context(current_timestep=step, attn_metadata=None):
-        output: Tensor = model(**kwargs)
-    return output
 
 
 class _ServerArgs:

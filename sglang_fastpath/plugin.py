@@ -66,7 +66,7 @@ def activate(*, in_worker: bool = False) -> None:
         return
     _log_to_stderr()
     release = contracts.installed_release()
-    if not in_worker and "workers" not in _patches and release and Version(release.version) < _LOADS_IN_WORKERS:
+    if not in_worker and "workers" not in _patches and release and _needs_help_in_workers(release):
         _patches["workers"] = seam = Patch("workers", on_lost=_warn_about_workers)
         seam.replace(f"{_LAUNCHER}:run_scheduler_process", workers.with_plugin, stock_only=False)
         seam.replace(f"{_LAUNCHER}:_run_disagg_role_process", workers.with_plugin, stock_only=False)
@@ -95,6 +95,11 @@ def deactivate() -> None:
 def feature_patch(feature_id: str) -> Patch | None:
     """The applied replacements of a feature, or None if it is not active in this process."""
     return _patches.get(feature_id)
+
+
+def _needs_help_in_workers(release: contracts.Release) -> bool:
+    # A version that is not recorded may be no version at all, and no feature is active there.
+    return contracts.is_recorded(release) and Version(release.version) < _LOADS_IN_WORKERS
 
 
 def _asked_on_command_line() -> bool:

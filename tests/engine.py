@@ -59,10 +59,10 @@ def run(
     *,
     variables: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    expect: int | None = 0,
+    fails: bool = False,
     timeout: float = START_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end; the exit code must be `expect` (None: anything but 0)."""
+    """Runs a command to its end; its exit code must be 0, or with `fails` another one."""
     done = subprocess.run(
         command,
         env=environment(**(variables or {})),
@@ -73,7 +73,7 @@ def run(
         timeout=timeout,
         check=False,
     )
-    if (done.returncode == 0) if expect is None else (done.returncode != expect):
+    if (done.returncode != 0) is not fails:
         output = (done.stdout + done.stderr)[-6000:]
         raise EngineError(f"`{' '.join(command)}` ended with {done.returncode}:\n{output}")
     return done
@@ -106,7 +106,7 @@ class Server:
         folder.mkdir(parents=True)
         self.status_dir = folder / "status"
         self._log_path = folder / "log.txt"
-        port = _free_ports(4)
+        port = free_ports(4)
         self._url = f"http://127.0.0.1:{port}"
         command = [program("sglang"), "serve", str(model), *(["--plugin", "fastpath"] if plugin else [])]
         # The port after `port` is taken by SGLang's own broker.
@@ -175,7 +175,7 @@ class Server:
         self.process.wait(timeout=30)
 
 
-def _free_ports(count: int) -> int:
+def free_ports(count: int) -> int:
     """The first of `count` consecutive ports that are free, below those that the kernel hands out by itself."""
     while True:
         first = random.randrange(20_000, 32_000)

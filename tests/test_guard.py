@@ -478,6 +478,12 @@ def test_results_in_the_same_memory_prove_nothing(caplog: pytest.LogCaptureFixtu
     assert "same memory" in warnings_in(caplog)[0]
 
 
+def test_a_parameter_may_be_passed_through_by_both() -> None:
+    guard, bias = Guard(ONCE), torch.nn.Parameter(torch.ones(4))
+    guard.run("f", "s", fast=lambda: (torch.ones(4), bias), stock=lambda: (torch.ones(4), bias))
+    assert guard.verdicts[0]["verdict"] == "admitted"
+
+
 def test_outputs_that_cannot_be_compared_are_not_admitted() -> None:
     guard = Guard(ONCE)
     assert guard.run("f", "s", fast=lambda: 1.0, stock=lambda: 1.0) == 1.0

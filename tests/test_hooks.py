@@ -44,7 +44,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (folder / "__init__.py").touch()
     (folder / "defining.py").write_text(
         "def greet():\n    return 'hello'\n\n"
-        "class Parser:\n    @staticmethod\n    def add(x):\n        return x\n    def method(self):\n        return 'm'\n"
+        "class Parser:\n    @staticmethod\n    def add(x):\n        return x\n"
+        "    def method(self):\n        return 'm'\n"
     )
     (folder / "importing.py").write_text("from .defining import greet\n\ndef call():\n    return greet()\n")
     monkeypatch.syspath_prepend(tmp_path)

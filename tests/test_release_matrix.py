@@ -32,11 +32,11 @@ STATES = {
 }
 
 LAUNCHER = "sglang.multimodal_gen.runtime.launch_server"
+CLIENT = "sglang.multimodal_gen.runtime.scheduler_client:AsyncSchedulerClient"
 READINESS = "sglang.multimodal_gen.runtime.managers.scheduler:Scheduler.event_loop"
 PROCESS_TARGETS = {f"{LAUNCHER}:run_scheduler_process", f"{LAUNCHER}:_run_disagg_role_process"}
-SEAMS = {version: {READINESS} for version in MATRIX} | {
-    version: {READINESS, *PROCESS_TARGETS} for version in ("0.5.11", "0.5.17", "0.5.19")
-}
+SEAMS = {READINESS, f"{CLIENT}.initialize", f"{CLIENT}.forward"}
+SEAMS_UNTIL_0_5_20 = SEAMS | PROCESS_TARGETS
 
 ALTERED = "sglang.multimodal_gen.runtime.models.dits.qwen_image:QwenTimestepProjEmbeddings.forward"
 ALTERED_0_5_17, UNRECORDED_0_5_24, NOT_ASKED_0_5_17 = "altered 0.5.17", "0.5.24", "0.5.17, not asked for"
@@ -117,7 +117,7 @@ def active_sites(states: dict[str, list[str]]) -> set[str]:
 
 def assert_stock_serves(report: Report) -> None:
     """The plugin is there and serves nothing, in the parent and in a worker."""
-    assert set(report["changed"]) <= {READINESS, *PROCESS_TARGETS}
+    assert set(report["changed"]) <= SEAMS_UNTIL_0_5_20
     assert report["left_behind"] == report["worker"]["replaced"] == []
     assert report["worker"]["states"] == report["states"]
     assert report["stock"] == report["plugged"]
@@ -157,7 +157,8 @@ def test_nothing_else_of_sglang_changes_and_all_of_it_comes_back(
     version: str, probed: Callable[[str], Report]
 ) -> None:
     report = probed(version)
-    assert set(report["changed"]) == active_sites(STATES[version]) | SEAMS[version]
+    seams = SEAMS_UNTIL_0_5_20 if version in ("0.5.11", "0.5.17", "0.5.19") else SEAMS
+    assert set(report["changed"]) == active_sites(STATES[version]) | seams
     assert report["left_behind"] == []
 
 
@@ -174,6 +175,17 @@ def test_a_newer_release_is_a_drift(probed: Callable[[str], Report]) -> None:
     expected = ["drifted", "release 0.5.24 is not recorded; recorded: 0.5.11 ... 0.5.23"]
     assert report["states"] == {id: expected for id in BY_ID}
     assert_stock_serves(report)
+
+
+def test_a_source_tree_without_a_version_is_a_drift(tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang/__init__.py").touch()
+    program = "from sglang_fastpath import plan; import sglang; print(plan.current().summary('main'))"
+    settings = {"PYTHONPATH": str(tmp_path), "XDG_STATE_HOME": str(tmp_path), "SGLANG_FASTPATH": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=os.environ | settings, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "drifted: cfg_mod_cache (release unknown is not recorded" in done.stdout
 
 
 def test_a_process_that_does_not_ask_for_the_plugin_keeps_stock(probed: Callable[[str], Report]) -> None:

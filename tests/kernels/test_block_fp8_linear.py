@@ -120,7 +120,7 @@ FLOOR_SCALE = float(np.float32(1e-10) * np.float32(1 / 448))
     ],
 )
 def test_edge_cases(x: Tensor, scale: float, q: list[float]) -> None:
-    """Seen from the stock kernel on an H200, but for the last."""
+    """NaN, infinities, zeros, the floor and the flush as the stock kernel has them on an H200."""
     got_q, got_scale = quantize_per_token_group(x)
     assert as_bytes(got_q[0, : len(q)].float()) == as_bytes(torch.tensor(q))
     assert got_scale.item() == pytest.approx(scale, rel=2**-23)

@@ -535,7 +535,7 @@ quantize_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), options=options, progr
 def python(*arguments: object, path: str = "") -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, [path]), str(ROOT)])}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def stop_at(phase: str, shard: int) -> Callable[[ProgressEvent], None]:
@@ -718,7 +718,7 @@ def load_with_sglang(pipeline: Path, model_id: str) -> dict[str, dict[str, Any]]
     from sglang.multimodal_gen.runtime.server_args import ServerArgs, set_global_server_args
     from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
 
-    arguments = ServerArgs.from_kwargs(model_path=str(pipeline), model_id=model_id, num_gpus=1)
+    arguments = ServerArgs.from_kwargs(model_path=str(pipeline), model_id=model_id, num_gpus=1, tp_size=1)
     set_global_server_args(arguments)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ["MASTER_PORT"] = str(arguments.master_port)

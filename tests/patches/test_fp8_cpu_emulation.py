@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from denoiser_calls import recorded_fp8_linears, run_pass
 from sglang_fastpath.kernels.block_fp8_linear import block_fp8_linear, quantize_per_token_group
 from sglang_fastpath.patches.diffusion import fp8_cpu_emulation
-from tiny_denoiser import build_qwen_image, recorded_fp8_linears, run_pass, start_runtime
 from torch import Tensor, nn
+
+from sglang_fastpath.denoisers import build_qwen_image, start_runtime
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,7 +82,7 @@ def test_the_denoiser_approximates_its_dequantized_self() -> None:
 
 
 @pytest.mark.usefixtures("emulated")
-def test_weights_stay_as_loaded(fp8: Any) -> None:
+def test_weights_stay_as_loaded() -> None:
     layer = fp8_linear("attn.to_q")
     before = [t.clone() for t in (layer.weight.data.view(torch.uint8), layer.weight_scale_inv.data)]
     layer.quant_method.process_weights_after_loading(layer)
@@ -171,7 +173,8 @@ def test_importing_it_imports_neither_sglang_nor_triton() -> None:
 
 TP_RANK = """
 import torch
-from tiny_denoiser import build_qwen_image, recorded_fp8_linears, run_pass, start_runtime
+from denoiser_calls import recorded_fp8_linears, run_pass
+from sglang_fastpath.denoisers import build_qwen_image, start_runtime
 start_runtime(tp_size=2)
 from sglang_fastpath.kernels.block_fp8_linear import block_fp8_linear
 from sglang_fastpath.patches.diffusion import fp8_cpu_emulation

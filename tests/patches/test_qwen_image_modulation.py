@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from denoiser_calls import call
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -64,14 +65,6 @@ def in_one_step(denoiser: nn.Module, passes: Callable[[], None]) -> None:
     list(loop)
 
 
-def forward(denoiser: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
-
-    with set_forward_context(current_timestep=0, attn_metadata=None):
-        output: Tensor = denoiser(**inputs)
-    return output
-
-
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("image_hw", [(8, 8), (4, 6), (5, 7)])
 def test_a_guidance_run_gives_stocks_bytes_and_hits_in_every_step(denoiser, image_hw, batch) -> None:
@@ -106,8 +99,8 @@ def test_requests_interleaved_step_by_step_keep_apart(denoiser, other_denoiser) 
 def test_nothing_is_reused_outside_a_step(denoiser) -> None:
     inputs = denoiser_inputs(denoiser)
     with fastpath() as record, torch.no_grad():
-        forward(denoiser, inputs)
-        forward(denoiser, inputs)
+        call(denoiser, inputs)
+        call(denoiser, inputs)
         assert record.hits == 0
         assert record.fallbacks["outside a denoising step"] == 2
 
@@ -116,7 +109,7 @@ def test_nothing_is_reused_in_the_next_step(denoiser) -> None:
     inputs = denoiser_inputs(denoiser)
     with fastpath() as record:
         for _ in range(2):
-            in_one_step(denoiser, lambda: forward(denoiser, inputs))
+            in_one_step(denoiser, lambda: call(denoiser, inputs))
         assert record.hits == 0
 
 
@@ -125,13 +118,13 @@ def test_a_step_that_fails_leaves_nothing_behind(denoiser) -> None:
     with fastpath() as record:
 
         def fail() -> None:
-            forward(denoiser, denoiser_inputs(denoiser))
+            call(denoiser, denoiser_inputs(denoiser))
             raise RuntimeError("as a request might")
 
         with pytest.raises(RuntimeError, match="as a request might"):
             in_one_step(denoiser, fail)
         with torch.no_grad():
-            forward(denoiser, denoiser_inputs(denoiser))
+            call(denoiser, denoiser_inputs(denoiser))
         assert record.hits == 0
         assert record.fallbacks["outside a denoising step"] == 1
         assert_same_bytes(latents_of(denoiser), stock)
@@ -156,8 +149,8 @@ def test_another_timestep_is_never_served_the_old_modulation(denoiser, change) -
 
     def passes() -> None:
         inputs = denoiser_inputs(denoiser)
-        outputs.append(forward(denoiser, inputs))
-        outputs.append(forward(denoiser, change(inputs)))
+        outputs.append(call(denoiser, inputs))
+        outputs.append(call(denoiser, change(inputs)))
 
     in_one_step(denoiser, passes)
     with fastpath() as record:
@@ -172,7 +165,7 @@ def test_freed_timesteps_whose_address_is_used_again_do_not_match(denoiser) -> N
 
     def passes() -> None:
         for value in (100.0, 500.0, 900.0, 300.0):
-            outputs.append(forward(denoiser, denoiser_inputs(denoiser, timestep=value)))
+            outputs.append(call(denoiser, denoiser_inputs(denoiser, timestep=value)))
 
     in_one_step(denoiser, passes)
     with fastpath() as record:
@@ -204,9 +197,9 @@ def test_weights_that_change_within_a_step_are_noticed(update) -> None:
     def passes() -> None:
         model = build_qwen_image(layers=LAYERS)
         inputs = denoiser_inputs(model)
-        forward(model, inputs)
+        call(model, inputs)
         update(model.transformer_blocks[1].img_mod[1])
-        outputs.append(forward(model, inputs))
+        outputs.append(call(model, inputs))
 
     model = build_qwen_image(layers=LAYERS)
     in_one_step(model, passes)
@@ -223,9 +216,9 @@ def test_timestep_embedding_weights_that_change_within_a_step_are_noticed() -> N
     def passes() -> None:
         model = build_qwen_image(layers=LAYERS)
         inputs = denoiser_inputs(model)
-        forward(model, inputs)
+        call(model, inputs)
         model.time_text_embed.timestep_embedder.linear_2.weight.mul_(2)
-        outputs.append(forward(model, inputs))
+        outputs.append(call(model, inputs))
 
     model = build_qwen_image(layers=LAYERS)
     in_one_step(model, passes)
@@ -286,7 +279,7 @@ def test_gradients_leave_it_to_stock(denoiser) -> None:
 
         def passes() -> None:
             with torch.enable_grad():
-                forward(denoiser, denoiser_inputs(denoiser))
+                call(denoiser, denoiser_inputs(denoiser))
 
         in_one_step(denoiser, passes)
         assert record.fallbacks == {"gradients are enabled": 1}
@@ -306,7 +299,7 @@ def test_variants_of_the_denoiser(arch: dict[str, bool]) -> None:
     def passes() -> None:
         inputs = denoiser_inputs(model)
         for more in (extra[0], extra[0], extra[1]):
-            outputs.append(forward(model, {**inputs, **more}))
+            outputs.append(call(model, {**inputs, **more}))
 
     in_one_step(model, passes)
     with fastpath() as record:
@@ -362,8 +355,8 @@ def test_a_recording_that_somebody_overwrites_is_noticed_by_its_version(denoiser
     outputs: list[Tensor] = []
 
     def passes() -> None:
-        outputs.append(forward(denoiser, inputs))
-        outputs.append(forward(denoiser, inputs))
+        outputs.append(call(denoiser, inputs))
+        outputs.append(call(denoiser, inputs))
 
     with overwriting_the_modulation(denoiser, 1):
         in_one_step(denoiser, passes)
@@ -407,7 +400,7 @@ def test_any_sequence_of_passes_within_a_step(denoiser, other_denoiser, sequence
                 text_tokens=3 + item.prompt,
                 timestep=timesteps[item.timestep],
             )
-            outputs.append(forward(models[item.model], inputs))
+            outputs.append(call(models[item.model], inputs))
 
     in_one_step(denoiser, passes)
     with fastpath("off"):
