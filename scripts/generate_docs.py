@@ -5,6 +5,7 @@
 anything would change (exit 1).
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -55,6 +56,29 @@ def patches() -> str:
     return "\n\n".join(sections)
 
 
+def results() -> str:
+    rows = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*/*.json")):
+        found = json.loads(path.read_text())
+        for name in ("stock", "fast"):
+            measured = found[name]
+            rows.append(
+                (
+                    f"[{found['model']}]({Path('..') / path.relative_to(ROOT)})",
+                    found["gpu"],
+                    found["sglang"],
+                    name,
+                    f"{measured['pass_ms']:.1f} ({measured['min_ms']:.1f} to {measured['max_ms']:.1f})",
+                    f"{measured['kernel_ms']:.1f}",
+                    f"{found['floor_ms']:.1f}",
+                    f"{measured['launches']:,}",
+                    ("yes" if found["bitwise_equal"] else "NO") if name == "fast" else "-",
+                )
+            )
+    header = ("model", "GPU", "SGLang", "", "wall ms a pass", "kernel ms", "floor ms", "launches", "bitwise equal")
+    return table(header, rows)
+
+
 def _state(feature: Feature, release: str) -> str:
     if feature.native_since and Version(release) >= Version(feature.native_since):
         return "native"
@@ -68,6 +92,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "variables": variables,
     "releases": releases,
     "patches": patches,
+    "results": results,
 }
 
 

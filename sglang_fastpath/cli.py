@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -63,11 +64,11 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
 
 
-def table(title: str, *columns: str) -> Table:
-    """An empty table; its first column is never broken, since people copy names out of it."""
-    made = Table(title=title, title_justify="left")
+def table(title: str, *columns: str, names: int = 1) -> Table:
+    """An empty table; its first `names` columns are never broken, since people copy names out of them."""
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for index, column in enumerate(columns):
-        made.add_column(column, overflow="fold", no_wrap=index == 0)
+        made.add_column(column, overflow="fold", no_wrap=index < names)
     return made
 
 
@@ -174,13 +175,12 @@ def show_process(life: str, document: dict[str, Any]) -> None:
 
 
 def parity_of(feature_id: str, verdicts: list[dict[str, Any]]) -> str:
-    """The guard's verdicts on one feature, in a few words."""
+    """The guard's verdicts on one feature: how many checks gave stock's bytes, how many signatures failed."""
     mine = [verdict for verdict in verdicts if verdict["feature"] == feature_id]
-    failed = [verdict for verdict in mine if verdict["verdict"] == "parity-failed"]
+    failed = sum(verdict["verdict"] == "parity-failed" for verdict in mine)
     if failed:
-        return f"{styled('parity-failed')}: {len(failed)} of {len(mine)} signatures"
-    checks = sum(verdict["checks"] for verdict in mine)
-    return f"{styled('identical')} ({checks} checks, {len(mine)} signatures)" if mine else "not checked"
+        return f"[red]{failed} of {len(mine)} failed[/]"
+    return f"[green]{sum(verdict['checks'] for verdict in mine)} equal[/]" if mine else "-"
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -244,22 +244,30 @@ def ablate(
 
 
 def show_ablation(outcomes: "list[ablation.Outcome]", *, emulate: bool) -> None:
-    """The ablation as a table: a row per variant and feature."""
-    shown = table("Ablation", "variant", "PNG against stock", "feature", "state", "calls", "parity")
+    """The ablation as a table: a row per variant, worker and feature."""
+    shown = table("Ablation", "variant", "PNG", "feature", "state", "calls", "parity", names=5)
+    notes: dict[str, None] = {}
     for outcome in outcomes:
-        image = styled("identical" if outcome.identical else "DIFFERENT")
+        image = styled("identical" if outcome.identical else "DIFFERENT") if outcome.variant.plugin else "reference"
         if not outcome.workers:
             shown.add_row(outcome.variant.name, image, "-", "-", "-", "-")
         for worker in outcome.workers:
             for id, feature in worker.document["features"].items():
-                state = styled(feature["state"]) + (f" ({feature['reason']})" if feature["reason"] else "")
                 parity = parity_of(id, worker.document["verdicts"])
+                state = styled(feature["state"])
                 shown.add_row(outcome.variant.name, image, id, state, str(feature["hits"]), parity)
+                if feature["reason"]:
+                    notes[f"{outcome.variant.name}: {id} {feature['state']}: {feature['reason']}"] = None
+            if worker.document["remark"]:
+                notes[f"{outcome.variant.name}: {worker.document['remark']}"] = None
     console.print(shown)
-    for remark in {w.document["remark"] for o in outcomes for w in o.workers if w.document["remark"]}:
-        console.print(f"[yellow]{remark}[/]")
+    for note in notes:
+        console.print(note, style="dim")
+    console.print(
+        "PNG: the file against stock's, as bytes. calls: stock calls replaced. parity: first calls checked."
+    )
     if emulate:
-        console.print("The FP8 linear was emulated in torch (no GPU): bytes are compared, times would mean nothing.")
+        console.print("The FP8 linear was emulated in torch (no GPU), in stock too; times would mean nothing.")
 
 
 @app.command()

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from safetensors import safe_open
+
 from sglang_fastpath import contracts, envs
 from sglang_fastpath.environment import REQUIREMENTS, detect
 from sglang_fastpath.features import CATALOGUE
@@ -57,7 +59,9 @@ def _release() -> list[Finding]:
     if not contracts.is_recorded(release):
         drift = contracts.check((), release)
         return [Finding("release", "error", f"{release.version} at {release.root}: {drift}")]
-    return [Finding("release", "ok", f"{release.version} at {release.root}")]
+    known = list(contracts.recorded())
+    text = f"{release.version} at {release.root}; supported: {known[0]} to {known[-1]}"
+    return [Finding("release", "ok", text)]
 
 
 def _machine() -> list[Finding]:
@@ -102,6 +106,9 @@ def examine_checkpoint(path: Path) -> list[Finding]:
     config = json.loads((path / "transformer" / "config.json").read_text())
     quantization = config.get("quantization_config")
     findings = [Finding("checkpoint", "ok", f"{pipeline}, {config.get('_class_name')}, {_scheme(quantization)}")]
+    if "F16" in _dtypes(path / "transformer"):
+        text = "float16 weights: fused kernels want bfloat16 and leave float16 to stock; use --dit-precision bf16"
+        findings.append(Finding("dtype", "note", text))
     if quantization and quantization.get("quant_method") != "fp8":
         method = quantization.get("quant_method")
         findings.append(Finding("scheme", "note", f"{method!r}: only features for any scheme apply"))
@@ -122,6 +129,15 @@ def _scheme(quantization: dict[str, object] | None) -> str:
         return "not quantized"
     block = quantization.get("weight_block_size")
     return f"{quantization.get('quant_method')}{f' in blocks of {block}' if block else ''}"
+
+
+def _dtypes(transformer: Path) -> set[str]:
+    """The dtypes of the checkpoint's tensors, as safetensors names them, read from its files' headers."""
+    found = set()
+    for path in transformer.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    return found
 
 
 def as_json(findings: list[Finding]) -> list[dict[str, str]]:

@@ -19,6 +19,7 @@ class Feature:
     `sites` are the stock functions that the patch replaces and `relies_on` those whose behaviour it counts on,
     both as `module:qualified.name`; together they are the feature's contract. `needs` are keys of
     `environment.REQUIREMENTS`. `native_since` is the first release in which stock does the same by itself.
+    `max_ulp` is what a feature of class `ulp` may differ from stock by, under SGLANG_FASTPATH_PARITY=ulp.
     """
 
     id: str
@@ -32,6 +33,7 @@ class Feature:
     native_since: str | None
     why: str
     removal: str
+    max_ulp: int = 0
 
     @property
     def env(self) -> str:

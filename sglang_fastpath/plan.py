@@ -85,6 +85,8 @@ class Plan:
     def __post_init__(self) -> None:
         self.guard = Guard(
             GuardPolicy.parse(self.settings.guard),
+            parity=self.settings.parity,
+            max_ulp={id: record.feature.max_ulp for id, record in self.records.items()},
             agree=tensor_parallel_agreement(),
             on_event=lambda verdict, *_: (self.on_progress if verdict is Verdict.ADMITTED else self.on_event)(),
         )

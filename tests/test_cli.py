@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from sglang_fastpath import __version__, contracts, doctor, envs
@@ -91,6 +93,14 @@ def test_doctor_names_a_checkpoints_scheme(tmp_path: Path, quantization: dict | 
     findings = doctor.examine_checkpoint(checkpoint(tmp_path / "my-Qwen-Image", quantization))
     assert text in " ".join(finding.text for finding in findings)
     assert not any(finding.level == "error" for finding in findings)
+
+
+@pytest.mark.parametrize(("dtype", "noted"), [(torch.float16, True), (torch.bfloat16, False)])
+def test_doctor_says_that_float16_stays_with_stock(tmp_path: Path, dtype: torch.dtype, noted: bool) -> None:
+    folder = checkpoint(tmp_path / "qwen-image", None)
+    save_file({"weight": torch.zeros(2, 2, dtype=dtype)}, folder / "transformer" / "model.safetensors")
+    topics = {finding.topic for finding in doctor.examine_checkpoint(folder)}
+    assert ("dtype" in topics) is noted
 
 
 def test_doctor_warns_of_the_silent_fallback_to_diffusers(tmp_path: Path) -> None:

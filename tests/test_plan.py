@@ -106,3 +106,16 @@ def test_the_first_hit_is_announced_once(release) -> None:
     record.hit()
     record.hit()
     assert seen == [1]
+
+
+@pytest.mark.parametrize(("parity", "admitted"), [("bitwise", False), ("ulp", True)])
+def test_the_parity_policy_reaches_the_guard(release, parity: str, admitted: bool) -> None:
+    """One ulp of difference, for a feature that is allowed one under the `ulp` policy."""
+    import torch
+
+    close = dataclasses.replace(FEATURE, parity="ulp", max_ulp=1)
+    plan = make_plan(dataclasses.replace(ON, parity=parity), release, H200, [close])
+    one = torch.ones(1)
+    plan.guard.run(close.id, "sig", fast=lambda: torch.nextafter(one, one + 1), stock=lambda: one)
+    (verdict,) = plan.guard.verdicts
+    assert (verdict["verdict"] == "admitted") is admitted

@@ -80,6 +80,15 @@ def test_a_guidance_run_gives_stocks_bytes_and_hits_in_every_step(denoiser, imag
     assert len(verdicts) == LINEARS, "every layer was compared with stock"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_any_dtype(dtype: torch.dtype) -> None:
+    model = build_qwen_image(layers=LAYERS, dtype=dtype)
+    stock = latents_of(model)
+    with fastpath() as record:
+        assert_same_bytes(latents_of(model), stock)
+        assert record.hits == STEPS * LINEARS
+
+
 def test_requests_interleaved_step_by_step_keep_apart(denoiser, other_denoiser) -> None:
     """Two requests of different prompts and resolutions, and a second model, advance in turns."""
     loops: list[tuple[nn.Module, dict[str, Any]]] = [
