@@ -45,7 +45,7 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(),
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
-    install_requires=["packaging", "psutil", "rich", "safetensors", "torch", "typer", "wrapt"],
+    install_requires=["packaging", "psutil", "rich", "safetensors>=0.8", "torch", "typer", "wrapt"],
     extras_require={
         "sglang": ["sglang[diffusion]>=0.5.11,<=0.5.23"],
         "test": ["hypothesis", "mypy", "pytest", "ruff"],

@@ -1,11 +1,12 @@
-"""A bf16 diffusers checkpoint of Qwen-Image or FLUX.2 to block FP8 [128, 128], as stock SGLang loads it.
+"""A bf16 diffusers checkpoint of Qwen-Image or FLUX.2 to block FP8 [128, 128], as SGLang 0.5.12 to 0.5.23 load it.
 
 Layout of the result, per quantized linear of weight [N, K]: `<layer>.weight` float8_e4m3fn [N, K] and
 `<layer>.weight_scale_inv` float32 [ceil(N/128), ceil(K/128)]; dequantized weight = weight * scale of its block.
 Everything else keeps its name, dtype and bytes. SGLang finds the scheme in `quantization_config` of the
 transformer's config.json and matches `modules_to_not_convert` against its own module prefixes, on dotted
 boundaries (`Fp8Config.from_config`, `is_layer_skipped`); so that list holds those prefixes, which are not always
-the checkpoint's names (see Linear.prefix).
+the checkpoint's names (see Linear.prefix). SGLang 0.5.11 cannot use the result: it builds Qwen-Image's MLP without
+quantization and would take the codes for weights, and fails on the scales of FLUX.2's merged layers.
 
 The work is done shard by shard in `DST.partial`, which becomes DST by one rename. A journal in it records every
 finished shard, so that an interrupted run continues where it stopped, and gives the same bytes.
@@ -155,10 +156,7 @@ class Linear:
 
 
 def qwen_image_linears(config: Mapping[str, Any]) -> dict[str, Linear]:
-    """By checkpoint name, the linears of QwenImageTransformer2DModel in SGLang 0.5.12 to 0.5.23.
-
-    In 0.5.11 img_in, txt_in and proj_out are fixed; what is quantized by default loads there too.
-    """
+    """By checkpoint name, the linears of QwenImageTransformer2DModel."""
     width = config["num_attention_heads"] * config["attention_head_dim"]
     patch = config["patch_size"] ** 2 * (config["out_channels"] or config["in_channels"])
     linears = {
@@ -181,10 +179,7 @@ def qwen_image_linears(config: Mapping[str, Any]) -> dict[str, Linear]:
 
 
 def flux2_linears(config: Mapping[str, Any]) -> dict[str, Linear]:
-    """By checkpoint name, the linears of Flux2Transformer2DModel in SGLang 0.5.12 to 0.5.23.
-
-    0.5.11 cannot load the scales of merged layers.
-    """
+    """By checkpoint name, the linears of Flux2Transformer2DModel."""
     width = config["num_attention_heads"] * config["attention_head_dim"]
     hidden = int(width * config["mlp_ratio"])
     patch = config["patch_size"] ** 2 * (config["out_channels"] or config["in_channels"])

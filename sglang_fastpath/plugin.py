@@ -35,7 +35,9 @@ _LAUNCHER = "sglang.multimodal_gen.runtime.launch_server"
 _FP8 = "sglang.multimodal_gen.runtime.layers.quantization.fp8"
 _EVENT_LOOP = "sglang.multimodal_gen.runtime.managers.scheduler:Scheduler.event_loop"
 _LOADS_IN_WORKERS = Version("0.5.21")  # from here on SGLang loads plugins in its diffusion workers itself
-_WORKER_NAME = re.compile(r"sglang-diffusionWorker-(\d+)")
+# SGLang's names of the processes that load a diffusion model: these speak once it is loaded.
+_DIFFUSION_PREFIX = "sglang-"
+_WORKER_NAME = re.compile(rf"{_DIFFUSION_PREFIX}diffusionWorker-(\d+)")
 
 _patches: dict[str, Patch] = {}
 _status: StatusWriter | None = None
@@ -90,6 +92,8 @@ def deactivate() -> None:
         _patches.pop(name).revert()
     plan.install(None)
     _status = None
+    logger.handlers.clear()
+    logger.propagate = True
 
 
 def feature_patch(feature_id: str) -> Patch | None:
@@ -158,7 +162,7 @@ def _report(new: Plan) -> None:
     new.on_event = lambda: _status.write(new) if _status else None
     _patches["ready"] = ready = Patch("ready")
     ready.replace(_EVENT_LOOP, _announcing_readiness, stock_only=False)
-    if not _WORKER_NAME.fullmatch(multiprocessing.current_process().name):
+    if not multiprocessing.current_process().name.startswith(_DIFFUSION_PREFIX):
         _announce(new)
 
 
