@@ -578,10 +578,11 @@ class Compiled:
 
 @pytest.fixture
 def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Set for the whole run, because the engine's tests do without torch.compile.
+    # Off for the whole run, by both means, because the other tests do without torch.compile.
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     torch._dynamo.reset()
-    yield
+    with torch._dynamo.config.patch(disable=False):
+        yield
     torch._dynamo.reset()
 
 
