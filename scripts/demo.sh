@@ -17,7 +17,7 @@ fi
 emulate=()
 .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
   echo "== No GPU here: the FP8 linear's arithmetic is emulated in torch, in stock and plugin runs alike (--emulate)"
-  emulate=(--emulate --dit-precision bf16 --vae-precision fp32 --text-encoder-precisions bf16)
+  emulate=(--emulate)
 }
 echo "== Generating with SGLang's engine: stock, with --plugin fastpath, and with each feature off"
 .venv/bin/sglang-fastpath ablate --model-path "$fp8" --model-id Qwen-Image --output .demo/ablation \

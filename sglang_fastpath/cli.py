@@ -39,7 +39,7 @@ _STYLES = {
     "running": "green",
     "off": "dim",
     "note": "dim",
-    "ended": "dim",
+    "ended": "yellow",
     "unsupported": "yellow",
     "drifted": "yellow",
     "never hit": "yellow",

@@ -215,7 +215,7 @@ def _announcing_readiness(event_loop: Callable[..., Any]) -> Callable[..., Any]:
         if new is None:
             return event_loop(scheduler)
         verify(new)
-        _remark_on_fallback(scheduler)
+        _remark_on_fallback(scheduler, new)
         if _status:
             _status.serves = True
         _announce(new)
@@ -232,7 +232,7 @@ def verify(new: Plan) -> None:
             patch.verify()
 
 
-def _remark_on_fallback(scheduler: Any) -> None:
+def _remark_on_fallback(scheduler: Any, new: Plan) -> None:
     """Says so when SGLang fell back to the diffusers backend, where none of its modules run."""
     pipeline = getattr(getattr(scheduler, "worker", None), "pipeline", None)
     if _status is None or type(pipeline).__name__ != "DiffusersPipeline":
@@ -242,6 +242,8 @@ def _remark_on_fallback(scheduler: Any) -> None:
         "by its path. Name the folder after the model (it must contain e.g. 'qwen-image') or pass --model-id."
     )
     logger.warning("sglang-fastpath: %s", _status.remark)
+    for record in new.active():
+        record.state, record.reason = State.UNSUPPORTED, "SGLang fell back to the diffusers backend"
 
 
 def _emulate_fp8() -> Callable[[], None]:

@@ -71,9 +71,10 @@ class StatusWriter:
                 Path(file.name).unlink()
 
     def _document(self, plan: Plan) -> dict[str, Any]:
+        serves = self.serves or any(record.hits for record in plan.records.values())
         features = {}
         for id, record in plan.records.items():
-            state, reason = plan.observed(record)
+            state, reason = plan.observed(record) if serves else (record.state, record.reason)
             features[id] = {
                 "state": state,
                 "reason": reason,
@@ -86,10 +87,11 @@ class StatusWriter:
             "plugin": __version__,
             "sglang": plan.release,
             "pid": os.getpid(),
+            "parent": os.getppid(),
             "started": self._started,
             "updated": time.time(),
             "role": self.role,
-            "serves": self.serves or any(record.hits for record in plan.records.values()),
+            "serves": serves,
             "emulated": plan.settings.emulate,
             "remark": self.remark,
             "features": features,
@@ -108,8 +110,9 @@ class ProcessStatus:
 def read(folder: Path, *, all_processes: bool = False) -> list[ProcessStatus]:
     """The processes that are running, oldest first; with `all_processes` also those that have ended.
 
-    A damaged or foreign file is set aside with a warning (renamed to `*.damaged`); files of processes that
-    ended more than a week ago are removed.
+    A process that ended while the one that started it still runs, a worker that died, is shown in any case. A
+    damaged or foreign file is set aside with a warning (renamed to `*.damaged`); files of processes that ended more
+    than a week ago are removed.
     """
     found = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
@@ -120,9 +123,13 @@ def read(folder: Path, *, all_processes: bool = False) -> list[ProcessStatus]:
         if life != "running" and time.time() - document["updated"] > KEEP_SECONDS:
             with contextlib.suppress(OSError):
                 path.unlink()
-        elif life == "running" or all_processes:
+        else:
             found.append(ProcessStatus(life, document))
-    return sorted(found, key=lambda status: status.document["started"])
+    running = {status.document["pid"] for status in found if status.life == "running"}
+    return sorted(
+        (s for s in found if all_processes or s.life == "running" or s.document["parent"] in running),
+        key=lambda status: status.document["started"],
+    )
 
 
 def _load(path: Path) -> dict[str, Any] | None:
@@ -130,7 +137,7 @@ def _load(path: Path) -> dict[str, Any] | None:
         document = json.loads(path.read_text())
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f"not a status file of format {FORMAT}")
-        if missing := {"pid", "started", "updated", "role", "features", "verdicts"} - document.keys():
+        if missing := {"pid", "parent", "started", "updated", "role", "features", "verdicts"} - document.keys():
             raise ValueError(f"lacks {', '.join(sorted(missing))}")
     except FileNotFoundError:
         return None

@@ -38,6 +38,15 @@ def test_what_is_written_is_read(tmp_path: Path, plan: Plan) -> None:
     }
 
 
+@pytest.mark.parametrize(("serves", "state"), [(True, "never hit"), (False, "active")])
+def test_a_process_without_a_model_reports_its_plan(tmp_path: Path, plan: Plan, serves: bool, state: str) -> None:
+    writer = StatusWriter(tmp_path, "main")
+    writer.serves = serves
+    writer.write(plan)
+    (process,) = status.read(tmp_path)
+    assert process.document["features"]["cfg_mod_cache"]["state"] == state
+
+
 def test_files_are_readable_by_their_user_alone(tmp_path: Path, plan: Plan) -> None:
     writer = StatusWriter(tmp_path / "status", "main")
     writer.write(plan)
@@ -46,16 +55,29 @@ def test_files_are_readable_by_their_user_alone(tmp_path: Path, plan: Plan) -> N
     assert [path.name for path in writer.path.parent.iterdir()] == [writer.path.name], "no temporary file stays"
 
 
-def test_a_process_that_died_is_not_shown_as_running(tmp_path: Path) -> None:
+def kill_a_process_that_wrote(folder: Path) -> None:
     script = (
         "import os, sys; from pathlib import Path; from sglang_fastpath import contracts, envs, status, plan\n"
         "p = plan.make_plan(envs.Settings(enabled=True), contracts.installed_release())\n"
         "status.StatusWriter(Path(sys.argv[1]), 'diffusion worker 0').write(p); os.kill(os.getpid(), 9)"
     )
-    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False).returncode == -9
+    assert subprocess.run([sys.executable, "-c", script, str(folder)], check=False).returncode == -9
+
+
+def test_a_process_that_died_is_not_shown_as_running(tmp_path: Path) -> None:
+    kill_a_process_that_wrote(tmp_path)
     assert status.read(tmp_path) == []
     (dead,) = status.read(tmp_path, all_processes=True)
     assert dead.life == "ended"
+
+
+def test_a_worker_that_died_under_a_running_parent_is_shown_as_ended(tmp_path: Path, plan: Plan) -> None:
+    StatusWriter(tmp_path, "main").write(plan)
+    kill_a_process_that_wrote(tmp_path)
+    assert {p.document["role"]: p.life for p in status.read(tmp_path)} == {
+        "main": "running",
+        "diffusion worker 0": "ended",
+    }
 
 
 def test_a_reused_process_id_does_not_revive_a_status(tmp_path: Path, plan: Plan) -> None:
