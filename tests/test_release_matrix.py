@@ -192,3 +192,18 @@ def test_a_process_that_does_not_ask_for_the_plugin_keeps_stock(probed: Callable
     report = probed(NOT_ASKED_0_5_17)
     assert report["states"] is None and report["changed"] == []
     assert_stock_serves(report)
+
+
+@pytest.mark.parametrize("version", ["0.5.11", "0.5.19", "0.5.23"])
+def test_sglang_generate_takes_the_flag_where_sglang_loads_no_plugin_for_it(version: str) -> None:
+    """No release loads plugins before it parses `sglang generate`: here the start-up file is the way in."""
+    program = "from sglang.cli.main import main; main()"
+    returned = subprocess.run(
+        [sys.executable, "-c", program, "generate", "--model-path", "qwen-image", "--plugin", "unknown"],
+        env={**os.environ, "PYTHONPATH": str(unpacked(version))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert returned.returncode == 2, returned.stderr
+    assert returned.stderr.splitlines()[-1].endswith("--plugin unknown: no such plugin; known: fastpath")

@@ -152,7 +152,10 @@ class ModulationCache:
             elif not isinstance(kwargs.get("timestep"), torch.Tensor):
                 self._record.fall_back("the timestep is not a tensor passed by name")
             else:
-                recording = self._recording(step, denoiser, **kwargs)
+                try:
+                    recording = self._recording(step, denoiser, **kwargs)
+                except Exception as error:  # a denoiser or a device that we did not foresee: stock can still serve
+                    self._record.fall_back(f"no recording: {type(error).__name__}: {error}")
             token = self._pass.set(recording)
             try:
                 return forward(denoiser, *args, **kwargs)

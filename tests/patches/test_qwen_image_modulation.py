@@ -283,6 +283,28 @@ def test_lora_on_the_modulation_is_left_to_stock() -> None:
     assert not torch.equal(stock[-1], latents_of(build_qwen_image(layers=LAYERS))[-1]), "LoRA acted"
 
 
+def test_a_call_that_was_not_foreseen_is_left_to_stock(denoiser) -> None:
+    """Latents by position, as no release passes them: nothing of ours may raise."""
+    inputs = denoiser_inputs(denoiser)
+    latents = inputs.pop("hidden_states")
+    outputs: list[Tensor] = []
+
+    def passes() -> None:
+        with set_forward_context(current_timestep=0, attn_metadata=None):
+            outputs.extend(denoiser(latents, **inputs) for _ in range(2))
+
+    from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
+
+    in_one_step(denoiser, passes)
+    with fastpath() as record:
+        in_one_step(denoiser, passes)
+        assert record.hits == 0
+        ((reason, count),) = record.fallbacks.items()
+        assert "hidden_states" in reason
+        assert count == 2
+    assert_same_bytes(outputs[2:], outputs[:2])
+
+
 def test_gradients_leave_it_to_stock(denoiser) -> None:
     with fastpath() as record:
 
