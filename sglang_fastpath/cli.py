@@ -264,7 +264,7 @@ def show_ablation(outcomes: "list[ablation.Outcome]", *, emulate: bool) -> None:
     for note in notes:
         console.print(note, style="dim")
     console.print(
-        "PNG: the file against stock's, as bytes. calls: stock calls replaced. parity: first calls checked."
+        "PNG: the file against stock's, as bytes. calls: stock calls replaced. parity: checks with stock's bytes."
     )
     if emulate:
         console.print("The FP8 linear was emulated in torch (no GPU), in stock too; times would mean nothing.")
