@@ -19,6 +19,7 @@ from typing import Any
 from packaging.version import Version
 
 from sglang_fastpath import __version__, contracts, envs, plan, workers
+from sglang_fastpath.features import CATALOGUE
 from sglang_fastpath.hooks import Patch
 from sglang_fastpath.plan import FeatureRecord, Plan, State
 from sglang_fastpath.status import StatusWriter
@@ -27,10 +28,11 @@ from sglang_fastpath.worker_watch import CLIENT, WorkerWatch
 logger = logging.getLogger("sglang_fastpath")
 
 NAMES = ("fastpath",)
-_PARSERS = (
-    "sglang.srt.server_args:ServerArgs.add_cli_args",
-    "sglang.multimodal_gen.runtime.server_args:ServerArgs.add_cli_args",
-)
+# SGLang's parsers, and which features what they start can use.
+_PARSERS = {
+    "sglang.srt.server_args:ServerArgs.add_cli_args": "llm",
+    "sglang.multimodal_gen.runtime.server_args:ServerArgs.add_cli_args": "diffusion",
+}
 _LAUNCHER = "sglang.multimodal_gen.runtime.launch_server"
 _FP8 = "sglang.multimodal_gen.runtime.layers.quantization.fp8"
 _EVENT_LOOP = "sglang.multimodal_gen.runtime.managers.scheduler:Scheduler.event_loop"
@@ -52,14 +54,17 @@ def register(*, in_worker: bool = False) -> None:
     """
     if _asked_on_command_line() and "flag" not in _patches:
         _patches["flag"] = flag = Patch("flag")
-        for target in _PARSERS:
-            flag.replace(target, _with_plugin_flag, stock_only=False)
+        for target, path in _PARSERS.items():
+            flag.replace(target, functools.partial(_with_plugin_flag, path), stock_only=False)
     if any(name.startswith(envs.PREFIX) for name in os.environ):
         activate(in_worker=in_worker)
 
 
-def activate(*, in_worker: bool = False) -> None:
-    """Reads the settings, makes the plan and applies it; see `register` for the errors."""
+def activate(*, in_worker: bool = False, path: str | None = None) -> None:
+    """Reads the settings, makes the plan and applies it; see `register` for the errors.
+
+    `path` is "llm" or "diffusion" where it is known what this process serves: features of the other are left out.
+    """
     try:
         settings = envs.read()
     except envs.ConfigurationError as error:
@@ -81,7 +86,8 @@ def activate(*, in_worker: bool = False) -> None:
         watch.replace(f"{CLIENT}.initialize", alive.wrap_initialize, stock_only=False)
         watch.replace(f"{CLIENT}.forward", alive.wrap_forward, stock_only=False)
     if settings.enabled and plan.current() is None:
-        apply(new := plan.make_plan(settings, release))
+        catalogue = [feature for feature in CATALOGUE if path in (None, feature.path)]
+        apply(new := plan.make_plan(settings, release, catalogue=catalogue))
         _report(new)
 
 
@@ -123,16 +129,17 @@ class _PluginAction(argparse.Action):
             parser.error(f"--plugin {values}: no such plugin; known: {', '.join(NAMES)}")
         setattr(namespace, self.dest, values)
         os.environ[envs.ENABLE] = "1"
-        activate()
+        activate(path=self.const)
 
 
-def _with_plugin_flag(add_cli_args: Callable[..., Any]) -> Callable[..., Any]:
+def _with_plugin_flag(path: str, add_cli_args: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add_cli_args)
     def add_cli_args_and_plugin(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         result = add_cli_args(parser, *args, **kwargs)
         parser.add_argument(
             "--plugin",
             action=_PluginAction,
+            const=path,
             metavar="NAME",
             help="Load a plugin; 'fastpath' swaps in fused, bit-identical kernels (sglang-fastpath features).",
         )

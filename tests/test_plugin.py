@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import os
 import pickle
 
@@ -62,7 +63,7 @@ def test_strict_does_not_mind_what_is_switched_off(monkeypatch: pytest.MonkeyPat
 def parse(target: str, *arguments: str) -> argparse.Namespace:
     """Parses with one of SGLang's own parsers, with the flag added as `register` adds it."""
     flag = Patch("flag")
-    flag.replace(target, plugin._with_plugin_flag, stock_only=False)
+    flag.replace(target, functools.partial(plugin._with_plugin_flag, plugin._PARSERS[target]), stock_only=False)
     module, _, qualname = target.partition(":")
     try:
         owner = getattr(__import__(module, fromlist=["x"]), qualname.split(".")[0])
@@ -80,7 +81,10 @@ def test_both_of_sglangs_parsers_take_the_flag(target: str, monkeypatch: pytest.
     assert os.environ[envs.ENABLE] == "0"
     assert parse(target, "--plugin", "fastpath").plugin == "fastpath"
     assert os.environ[envs.ENABLE] == "1", "workers inherit the environment, not the command line"
-    assert plan.current() is not None
+    planned = plan.current()
+    assert planned is not None
+    path = plugin._PARSERS[target]
+    assert list(planned.records) == [feature.id for feature in CATALOGUE if feature.path == path]
 
 
 @pytest.mark.parametrize("target", plugin._PARSERS)
