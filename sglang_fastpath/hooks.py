@@ -64,8 +64,7 @@ class Patch:
     any other module can copy a name out of it.
     """
 
-    def __init__(self, name: str, *, on_lost: Callable[[str], None] | None = None) -> None:
-        self.name = name
+    def __init__(self, *, on_lost: Callable[[str], None] | None = None) -> None:
         self.replacements: list[Replacement] = []
         self.lost: str | None = None
         self._on_lost = on_lost
@@ -134,7 +133,7 @@ class Patch:
         if foreign and (replacing := _replacing_plugin(target)):
             self._lose(f"{target} {foreign} ({replacing})")
             return
-        if foreign and not _is_wrapped_by_registry(target):
+        if foreign and not (_registered(target) and _is_stock_beneath(original, module, qualname)):
             self._lose(f"{target} {foreign}")
             return
         static = isinstance(original, staticmethod)
@@ -179,8 +178,11 @@ def _replacing_plugin(target: str) -> str | None:
     return None
 
 
-def _is_wrapped_by_registry(target: str) -> bool:
-    return bool(_registered(target))
+def _is_stock_beneath(function: Any, module: ModuleType, qualname: str) -> bool:
+    """Whether the innermost function that the wrappers end in is the one that the module's file defines."""
+    *_, innermost = _layers(function)
+    code = getattr(innermost, "__code__", None)
+    return code is not None and code.co_filename == module.__file__ and code.co_qualname == qualname
 
 
 def _describe(function: Any) -> str:

@@ -18,6 +18,8 @@ from sglang_fastpath.envs import Settings
 from sglang_fastpath.features import CATALOGUE, Feature
 from sglang_fastpath.guard import Guard, GuardPolicy, Verdict, tensor_parallel_agreement
 
+_MOST_REASONS = 32
+
 
 class State(StrEnum):
     """The one vocabulary for what became of a feature."""
@@ -52,8 +54,9 @@ class FeatureRecord:
             self.on_first_hit(self)
 
     def fall_back(self, reason: str) -> None:
-        """Counts one call left to stock, with the reason."""
-        self.fallbacks[reason] += 1
+        """Counts one call left to stock, with the reason; reasons that name values cannot grow without bound."""
+        known = reason in self.fallbacks or len(self.fallbacks) < _MOST_REASONS
+        self.fallbacks[reason if known else "other reasons"] += 1
 
     def observed(self, failed_signatures: Iterable[str] = ()) -> tuple[State, str]:
         """The state as seen from outside: an active feature may have failed its parity or never been hit."""

@@ -53,7 +53,7 @@ def register(*, in_worker: bool = False) -> None:
             feature cannot run. (SGLang swallows ordinary exceptions of plugins.)
     """
     if _asked_on_command_line() and "flag" not in _patches:
-        _patches["flag"] = flag = Patch("flag")
+        _patches["flag"] = flag = Patch()
         for target, path in _PARSERS.items():
             flag.replace(target, functools.partial(_with_plugin_flag, path), stock_only=False)
     if any(name.startswith(envs.PREFIX) for name in os.environ):
@@ -74,14 +74,14 @@ def activate(*, in_worker: bool = False, path: str | None = None) -> None:
     _log_to_stderr()
     release = contracts.installed_release()
     if not in_worker and "workers" not in _patches and release and _needs_help_in_workers(release):
-        _patches["workers"] = seam = Patch("workers", on_lost=_warn_about_workers)
+        _patches["workers"] = seam = Patch(on_lost=_warn_about_workers)
         seam.replace(f"{_LAUNCHER}:run_scheduler_process", workers.with_plugin, stock_only=False)
         seam.replace(f"{_LAUNCHER}:_run_disagg_role_process", workers.with_plugin, stock_only=False)
     if settings.emulate and "emulation" not in _patches:
-        _patches["emulation"] = emulation = Patch("emulation")
+        _patches["emulation"] = emulation = Patch()
         emulation.call_when_imported(_FP8, _emulate_fp8)
     if settings.enabled and not in_worker and "watch" not in _patches:
-        watch, alive = Patch("watch"), WorkerWatch()
+        watch, alive = Patch(), WorkerWatch()
         _patches["watch"] = watch
         watch.replace(f"{CLIENT}.initialize", alive.wrap_initialize, stock_only=False)
         watch.replace(f"{CLIENT}.forward", alive.wrap_forward, stock_only=False)
@@ -100,11 +100,6 @@ def deactivate() -> None:
     _status = None
     logger.handlers.clear()
     logger.propagate = True
-
-
-def feature_patch(feature_id: str) -> Patch | None:
-    """The applied replacements of a feature, or None if it is not active in this process."""
-    return _patches.get(feature_id)
 
 
 def _needs_help_in_workers(release: contracts.Release) -> bool:
@@ -167,7 +162,7 @@ def _report(new: Plan) -> None:
     _status = StatusWriter(new.settings.status_dir, _role())
     new.on_progress = lambda: _status.write_soon(new) if _status else None
     new.on_event = lambda: _status.write(new) if _status else None
-    _patches["ready"] = ready = Patch("ready")
+    _patches["ready"] = ready = Patch()
     ready.replace(_EVENT_LOOP, _announcing_readiness, stock_only=False)
     if not multiprocessing.current_process().name.startswith(_DIFFUSION_PREFIX):
         _announce(new)
@@ -185,7 +180,7 @@ def _apply_feature(new: Plan, record: FeatureRecord) -> None:
         new.on_event()
 
     record.on_first_hit = first_hit
-    patch = _patches[record.feature.id] = Patch(record.feature.id, on_lost=lost)
+    patch = _patches[record.feature.id] = Patch(on_lost=lost)
     wraps = importlib.import_module(record.feature.patch).wraps(record, new)
     for site in record.feature.sites:
         patch.replace(site, wraps[site])

@@ -96,6 +96,7 @@ class StatusWriter:
             "remark": self.remark,
             "features": features,
             "verdicts": plan.guard.verdicts,
+            "guard": plan.guard.counters,
         }
 
 

@@ -61,7 +61,7 @@ def test_revert_restores_the_very_object(package: str, qualname: str) -> None:
     owner = module.Parser if "." in qualname else module
     name = qualname.split(".")[-1]
     before, imported = vars(owner)[name], importing.greet
-    patch = Patch("test")
+    patch = Patch()
     patch.replace(f"{package}.defining:{qualname}", shouting, stock_only=False)
     assert vars(owner)[name] is not before
     assert patch.verify() is None
@@ -72,7 +72,7 @@ def test_revert_restores_the_very_object(package: str, qualname: str) -> None:
 
 def test_importers_of_a_function_are_patched_too(package: str) -> None:
     importing = importlib.import_module(f"{package}.importing")
-    patch = Patch("test")
+    patch = Patch()
     patch.replace(f"{package}.defining:greet", shouting, stock_only=False)
     assert importing.call() == "HELLO"
     patch.revert()
@@ -80,7 +80,7 @@ def test_importers_of_a_function_are_patched_too(package: str) -> None:
 
 
 def test_a_module_imported_later_is_patched_before_anybody_copies_from_it(package: str) -> None:
-    patch = Patch("test")
+    patch = Patch()
     patch.replace(f"{package}.defining:greet", shouting, stock_only=False)
     assert importlib.import_module(f"{package}.importing").call() == "HELLO"
     patch.revert()
@@ -88,7 +88,7 @@ def test_a_module_imported_later_is_patched_before_anybody_copies_from_it(packag
 
 
 def test_a_module_imported_after_revert_stays_stock(package: str) -> None:
-    patch = Patch("test")
+    patch = Patch()
     patch.replace(f"{package}.defining:greet", shouting, stock_only=False)
     patch.revert()
     assert importlib.import_module(f"{package}.importing").call() == "hello"
@@ -98,14 +98,14 @@ def test_a_copied_name_alone_is_replaced_where_the_target_says(package: str) -> 
     """The process target lives in one module and is copied into the launcher: only the copy is to change."""
     importing = importlib.import_module(f"{package}.importing")
     defining = importlib.import_module(f"{package}.defining")
-    patch = Patch("test")
+    patch = Patch()
     patch.replace(f"{package}.importing:greet", shouting, stock_only=False)
     assert (importing.call(), defining.greet()) == ("HELLO", "hello")
 
 
 def test_static_methods_stay_static(package: str) -> None:
     module = importlib.import_module(f"{package}.defining")
-    patch = Patch("test")
+    patch = Patch()
     patch.replace(f"{package}.defining:Parser.add", shouting, stock_only=False)
     assert module.Parser.add("x") == "X"
     assert module.Parser().add("x") == "X"
@@ -115,7 +115,7 @@ def test_one_missing_target_undoes_the_others(package: str) -> None:
     module = importlib.import_module(f"{package}.defining")
     before = module.greet
     lost: list[str] = []
-    patch = Patch("test", on_lost=lost.append)
+    patch = Patch(on_lost=lost.append)
     patch.replace(f"{package}.defining:greet", shouting, stock_only=False)
     patch.replace(f"{package}.defining:Parser.gone", shouting, stock_only=False)
     assert module.greet is before
@@ -127,7 +127,7 @@ def test_one_missing_target_undoes_the_others(package: str) -> None:
 
 def test_stock_is_replaced_and_verified() -> None:
     before = ReplicatedLinear.extra_repr
-    patch = Patch("test")
+    patch = Patch()
     patch.replace(EXTRA_REPR, shouting)
     assert ReplicatedLinear.extra_repr is not before
     assert patch.verify() is None
@@ -139,7 +139,7 @@ def test_a_target_that_is_not_stock_any_more_is_left_alone() -> None:
     foreign = shouting(ReplicatedLinear.extra_repr)
     ReplicatedLinear.extra_repr = foreign
     lost: list[str] = []
-    Patch("test", on_lost=lost.append).replace(EXTRA_REPR, shouting)
+    Patch(on_lost=lost.append).replace(EXTRA_REPR, shouting)
     assert ReplicatedLinear.extra_repr is foreign
     assert len(lost) == 1
     assert EXTRA_REPR in lost[0]
@@ -147,7 +147,7 @@ def test_a_target_that_is_not_stock_any_more_is_left_alone() -> None:
 
 def test_a_plain_assignment_after_ours_is_noticed() -> None:
     forward = ReplicatedLinear.forward
-    patch = Patch("test")
+    patch = Patch()
     patch.replace(LINEAR, shouting)
     patch.replace(EXTRA_REPR, shouting)
     foreign = ReplicatedLinear.extra_repr = lambda self: "foreign"
@@ -174,7 +174,7 @@ def test_another_plugins_wrapper_composes_in_either_order(linear: ReplicatedLine
     stock = linear.extra_repr()
     HookRegistry.register(EXTRA_REPR.replace(":", "."), around, HookType.AROUND)
     HookRegistry.apply_hooks()
-    patch = Patch("test")
+    patch = Patch()
     patch.replace(EXTRA_REPR, shouting)
     assert patch.verify() is None
     assert linear.extra_repr() == f"<{stock}>".upper()
@@ -182,9 +182,20 @@ def test_another_plugins_wrapper_composes_in_either_order(linear: ReplicatedLine
     assert linear.extra_repr() == f"<{stock}>"
 
 
+def test_a_wrapper_around_somebody_elses_function_is_no_licence(linear: ReplicatedLinear) -> None:
+    """Composing is for wrappers around stock: what is beneath them must be stock's own."""
+    ReplicatedLinear.extra_repr = lambda self: "foreign"
+    HookRegistry.register(EXTRA_REPR.replace(":", "."), around, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    lost: list[str] = []
+    Patch(on_lost=lost.append).replace(EXTRA_REPR, shouting)
+    assert linear.extra_repr() == "<foreign>"
+    assert len(lost) == 1
+
+
 def test_a_wrapper_registered_after_ours_composes(linear: ReplicatedLinear) -> None:
     stock = linear.extra_repr()
-    patch = Patch("test")
+    patch = Patch()
     patch.replace(EXTRA_REPR, shouting)
     HookRegistry.register(EXTRA_REPR.replace(":", "."), around, HookType.AROUND)
     HookRegistry.apply_hooks()
@@ -197,14 +208,14 @@ def test_another_plugins_replacement_wins_in_either_order(linear: ReplicatedLine
         return "theirs"
 
     lost: list[str] = []
-    patch = Patch("test", on_lost=lost.append)
+    patch = Patch(on_lost=lost.append)
     patch.replace(EXTRA_REPR, shouting)
     HookRegistry.register(EXTRA_REPR.replace(":", "."), replacing, HookType.REPLACE)
     HookRegistry.apply_hooks()
     assert linear.extra_repr() == "theirs"
     assert "replacing" in (patch.verify() or "")
 
-    later = Patch("later", on_lost=lost.append)
+    later = Patch(on_lost=lost.append)
     later.replace(EXTRA_REPR, shouting)
     assert linear.extra_repr() == "theirs"
     assert len(lost) == 2
@@ -217,7 +228,7 @@ def test_undoing_what_an_import_triggered(package: str) -> None:
         events.append("applied")
         return lambda: events.append("undone")
 
-    patch = Patch("test")
+    patch = Patch()
     patch.call_when_imported(f"{package}.defining", apply)
     assert events == []
     importlib.import_module(f"{package}.defining")

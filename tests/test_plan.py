@@ -99,6 +99,14 @@ def test_a_failed_parity_is_shown_with_its_signature(release) -> None:
     assert "sig" in reason
 
 
+def test_reasons_that_name_values_do_not_grow_without_bound(release) -> None:
+    record = make_plan(ON, release, H200).records[FEATURE.id]
+    for number in range(1000):
+        record.fall_back(f"address {number}")
+    assert len(record.fallbacks) <= 33
+    assert record.fallbacks.total() == 1000
+
+
 def test_the_first_hit_is_announced_once(release) -> None:
     record = make_plan(ON, release, H200).records[FEATURE.id]
     seen: list[int] = []

@@ -29,6 +29,7 @@ def test_what_is_written_is_read(tmp_path: Path, plan: Plan) -> None:
     (process,) = status.read(tmp_path / "a" / "status")
     assert process.life == "running"
     assert process.document["role"] == "diffusion worker 0"
+    assert process.document["guard"] == {"checks": 0, "admitted": 0, "failed": 0, "unchecked": {}}
     assert process.document["features"]["cfg_mod_cache"] == {
         "state": "active",
         "reason": "",
