@@ -52,7 +52,10 @@ setup(
     },
     packages=list(packages()),
     package_dir=packages(),
-    package_data={"sglang_fastpath": ["contracts.json", "py.typed"]},
+    package_data={
+        "sglang_fastpath": ["contracts.json", "py.typed"],
+        "sglang_fastpath.kernels": ["*.cu", "*.cuh"],
+    },
     cmdclass={"build_py": BuildWithStartupFile},
     entry_points={
         "console_scripts": ["sglang-fastpath = sglang_fastpath.cli:main"],

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables in README.md and docs/ from the catalogue, the variables and the contracts.
+"""Writes the tables in README.md and docs/ from the catalogue, the variables, the contracts and the results.
 
 `generate_docs.py` rewrites what stands between `<!-- NAME -->` and `<!-- /NAME -->`; `--check` only says whether
 anything would change (exit 1).
@@ -8,7 +8,9 @@ anything would change (exit 1).
 import json
 import sys
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
@@ -39,44 +41,96 @@ def variables() -> str:
 
 
 def releases() -> str:
+    """A row a feature, a column for all consecutive releases in which every feature has the same state."""
+    columns = {release: [_state(f, release) for f in CATALOGUE] for release in contracts.recorded()}
+    spans = [(states, list(group)) for states, group in groupby(columns, key=columns.__getitem__)]
+    header = [f"{group[0]} to {group[-1]}" if len(group) > 1 else group[0] for _, group in spans]
     return table(
-        ("SGLang", *(f"`{f.id}`" for f in CATALOGUE)),
-        ((release, *(_state(f, release) for f in CATALOGUE)) for release in contracts.recorded()),
+        ("feature", *header),
+        ((f"`{f.id}`", *(states[row] for states, _ in spans)) for row, f in enumerate(CATALOGUE)),
     )
 
 
 def patches() -> str:
+    """A section for each set of sites: features that share one patch are told apart by why they are there."""
     sections = []
-    for f in CATALOGUE:
-        sites = "\n".join(f"- `{site}`" for site in f.sites)
-        relies = "\n".join(f"- `{target}`" for target in f.relies_on)
+    for (_, sites, relies_on, removal), group in groupby(
+        CATALOGUE, key=lambda f: (f.patch, f.sites, f.relies_on, f.removal)
+    ):
+        sharing = list(group)
+        why = "\n".join(f"- `{f.id}`: {f.why}" for f in sharing) if len(sharing) > 1 else sharing[0].why
         sections.append(
-            f"### `{f.id}`\n\nWhy: {f.why}\n\nReplaces:\n\n{sites}\n\nRelies on:\n\n{relies}\n\nDelete {f.removal}."
+            f"### {', '.join(f'`{f.id}`' for f in sharing)}\n\n"
+            + (f"Why:\n\n{why}" if len(sharing) > 1 else f"Why: {why}")
+            + f"\n\nReplaces:\n\n{_listed(sites)}\n\nRelies on:\n\n{_listed(relies_on)}\n\nDelete {removal}."
         )
     return "\n\n".join(sections)
 
 
 def results() -> str:
+    """What `bench denoiser` found: two rows a result file."""
     rows = []
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*/*.json")):
-        found = json.loads(path.read_text())
+    for path, found in _result_files("stock"):
         for name in ("stock", "fast"):
             measured = found[name]
             rows.append(
                 (
-                    f"[{found['model']}]({Path('..') / path.relative_to(ROOT)})",
+                    f"[{found['model']}]({_link(path)})",
                     found["gpu"],
                     found["sglang"],
                     name,
                     f"{measured['pass_ms']:.1f} ({measured['min_ms']:.1f} to {measured['max_ms']:.1f})",
                     f"{measured['kernel_ms']:.1f}",
-                    f"{found['floor_ms']:.1f}",
+                    f"{measured['floor_ms']:.1f}",
                     f"{measured['launches']:,}",
                     ("yes" if found["bitwise_equal"] else "NO") if name == "fast" else "-",
                 )
             )
     header = ("model", "GPU", "SGLang", "", "wall ms a pass", "kernel ms", "floor ms", "launches", "bitwise equal")
     return table(header, rows)
+
+
+def kernels() -> str:
+    """What `bench kernels` found: a table a result file."""
+    sections = [_kernel_table(path, found) for path, found in _result_files("kernels")]
+    return "\n\n".join(sections) or "Not measured yet."
+
+
+def _kernel_table(path: Path, found: dict[str, Any]) -> str:
+    title = (
+        f"[{found['gpu']}]({_link(path)}), SGLang {found['sglang']}, {found['image_tokens']} image and "
+        f"{found['text_tokens']} text tokens of {found['heads']} heads; a copy reaches {found['copy_gb_s']:,.0f} GB/s:"
+    )
+    rows = (
+        (
+            f"`{name}`",
+            f"{kernel['bytes'] / 1e6:.1f}",
+            f"{kernel['us']:.1f}",
+            f"{kernel['gb_s']:,.0f}",
+            f"{100 * kernel['of_copy']:.0f}",
+            f"{kernel['stock_us']:.1f}",
+            f"{kernel['speedup']:.2f}",
+            "yes" if kernel["bitwise_equal"] else "NO",
+        )
+        for name, kernel in found["kernels"].items()
+    )
+    header = ("kernel", "MB", "us", "GB/s", "% of copy", "stock us", "speedup", "bitwise equal")
+    return f"{title}\n\n{table(header, rows)}"
+
+
+def _result_files(key: str) -> list[tuple[Path, dict[str, Any]]]:
+    """The result files that have `key`, which tells the benchmarks apart: `stock` or `kernels`."""
+    paths = sorted((ROOT / "benchmarks" / "results").glob("*/*.json"))
+    found = ((path, json.loads(path.read_text())) for path in paths)
+    return [(path, document) for path, document in found if key in document]
+
+
+def _link(path: Path) -> Path:
+    return Path("..") / path.relative_to(ROOT)
+
+
+def _listed(targets: Iterable[str]) -> str:
+    return "\n".join(f"- `{target}`" for target in targets)
 
 
 def _state(feature: Feature, release: str) -> str:
@@ -93,6 +147,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "releases": releases,
     "patches": patches,
     "results": results,
+    "kernels": kernels,
 }
 
 

@@ -28,6 +28,7 @@ from sglang_fastpath.plan import Plan, make_plan
 PASSES_A_STEP = 2
 # Kernels that belong to the floor, FP8 GEMM and attention, by the names that DeepGEMM and the backends give them.
 _FLOOR_NAMES = ("fp8_gemm", "flash", "fmha")
+_MARKER = "spin_kernel"  # what torch.cuda._sleep launches
 
 
 @dataclass(frozen=True)
@@ -55,23 +56,29 @@ def applied(new: Plan | None) -> Iterator[None]:
         plugin.deactivate()
 
 
-def make_variants() -> dict[str, Plan | None]:
-    """Name -> plan: stock, everything on, each feature alone, everything without it."""
+def make_variants(*, ablation: bool = True) -> dict[str, Plan | None]:
+    """Name -> plan: stock, everything on; for the ablation each active feature alone, and everything without it."""
 
     def only(*on: str) -> Plan:
         settings = envs.Settings(enabled=True, switches={f.id: f.id in on for f in CATALOGUE})
         return make_plan(settings, contracts.installed_release())
 
-    ids = [feature.id for feature in CATALOGUE]
-    variants: dict[str, Plan | None] = {"stock": None, "fast": only(*ids)}
-    for id in ids:
+    fast = only(*(feature.id for feature in CATALOGUE))
+    variants: dict[str, Plan | None] = {"stock": None, "fast": fast}
+    ids = [record.feature.id for record in fast.active()]
+    for id in ids if ablation else ():
         variants[f"alone {id}"] = only(id)
         variants[f"without {id}"] = only(*(other for other in ids if other != id))
     return variants
 
 
 def run(
-    workload: Workload, *, steps: int = 10, rounds: int = 3, report: Callable[[str], None] = lambda line: None
+    workload: Workload,
+    *,
+    steps: int = 10,
+    rounds: int = 3,
+    ablation: bool = True,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Parity over a guidance run, then times; docs/benchmarks.md explains the fields."""
     start_runtime(attention_backend=workload.attention)
@@ -83,7 +90,7 @@ def run(
         fp8=True,
         device=workload.device,
     )
-    variants = make_variants()
+    variants = make_variants(ablation=ablation)
     report(f"parity over {steps} steps of guidance")
     reference = [latents.clone() for latents in _loop(denoiser, workload, steps)]
     equal: dict[str, bool] = {}
@@ -94,17 +101,22 @@ def run(
         report(f"  {name}: {difference or 'bitwise equal'}")
     fast = variants["fast"]
     assert fast is not None
-    features = {id: {"state": fast.described(record), "hits": record.hits} for id, record in fast.records.items()}
+    features = {
+        id: {"state": fast.described(record), "hits": record.hits, "fallbacks": dict(record.fallbacks)}
+        for id, record in fast.records.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
         report(f"timing, round {number + 1} of {rounds}")
         _time_interleaved(denoiser, workload, steps, variants, times)
-    kernels = {}
-    for name in ("stock", "fast"):
-        report(f"profiling {name}")
-        with applied(variants[name]):
-            kernels[name] = _profile(denoiser, workload)
-    medians = {name: round(statistics.median(values), 3) for name, values in times.items()}
+    profiles: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+    for number in range(rounds):
+        report(f"profiling, round {number + 1} of {rounds}")
+        for name in variants if number == 0 else ("stock", "fast"):
+            with applied(variants[name]):
+                profiles[name].append(_profile(denoiser, workload))
+    kernels = {name: _median_profile(taken) for name, taken in profiles.items()}
+    wall = {name: round(statistics.median(values), 3) for name, values in times.items()}
     return {
         "bitwise_equal": equal["fast"],
         "steps": steps,
@@ -112,7 +124,7 @@ def run(
         "floor_ms": kernels["stock"]["floor_ms"],
         **{
             name: {
-                "pass_ms": medians[name],
+                "pass_ms": wall[name],
                 "min_ms": round(min(times[name]), 3),
                 "max_ms": round(max(times[name]), 3),
                 **kernels[name],
@@ -122,9 +134,17 @@ def run(
         "features": {
             id: {
                 **seen,
-                "bitwise_equal_alone": equal[f"alone {id}"],
-                "alone_ms": medians[f"alone {id}"],
-                "without_ms": medians[f"without {id}"],
+                **{
+                    f"{how}_{what}": value
+                    for how in ("alone", "without")
+                    if (name := f"{how} {id}") in variants
+                    for what, value in (
+                        ("bitwise_equal", equal[name]),
+                        ("ms", wall[name]),
+                        ("kernel_ms", kernels[name]["kernel_ms"]),
+                        ("launches", kernels[name]["launches"]),
+                    )
+                },
             }
             for id, seen in features.items()
         },
@@ -193,23 +213,42 @@ def _time_interleaved(
 
 
 def _profile(denoiser: nn.Module, workload: Workload) -> dict[str, Any]:
-    """Kernel time, floor and launches of one pass, as the mean over one step's two passes."""
+    """Kernel time, floor and launches of a pass, as the mean over one step's two passes; the passes' own sums too."""
     loop = _loop(denoiser, workload, steps=3)
     next(loop)
     _synchronize(workload)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        next(loop)
-        _synchronize(workload)
+    # A kernel that nothing else launches marks where a pass begins.
+    marker = denoiser.register_forward_pre_hook(lambda *_: torch.cuda._sleep(1))  # type: ignore[no-untyped-call]
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            next(loop)
+            _synchronize(workload)
+    finally:
+        marker.remove()
     by_name: dict[str, tuple[float, int]] = {}
-    for event in profiler.events():
-        if event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset")):
-            total, count = by_name.get(event.name, (0.0, 0))
-            by_name[event.name] = total + event.time_range.elapsed_us(), count + 1
+    passes: list[float] = []
+    for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
+        if event.device_type.name != "CUDA" or event.name.startswith(("Memcpy", "Memset")):
+            continue
+        if _MARKER in event.name:
+            passes.append(0.0)
+            continue
+        total, count = by_name.get(event.name, (0.0, 0))
+        by_name[event.name] = total + event.time_range.elapsed_us(), count + 1
+        if passes:
+            passes[-1] += event.time_range.elapsed_us()
     floor = sum(us for name, (us, _) in by_name.items() if any(part in name.lower() for part in _FLOOR_NAMES))
     longest = sorted(by_name.items(), key=lambda item: -item[1][0])[:12]
     return {
         "kernel_ms": round(sum(us for us, _ in by_name.values()) / 1e3 / PASSES_A_STEP, 3),
         "floor_ms": round(floor / 1e3 / PASSES_A_STEP, 3),
         "launches": sum(count for _, count in by_name.values()) // PASSES_A_STEP,
-        "longest_ms": {name[:100]: round(us / 1e3 / PASSES_A_STEP, 3) for name, (us, _) in longest},
+        "kernel_ms_by_pass": [round(us / 1e3, 3) for us in passes],
+        "longest_ms": {name[:120]: round(us / 1e3 / PASSES_A_STEP, 3) for name, (us, _) in longest},
     }
+
+
+def _median_profile(taken: list[dict[str, Any]]) -> dict[str, Any]:
+    """The profile with the median kernel time, so that its parts add up."""
+    ranked = sorted(taken, key=lambda profile: profile["kernel_ms"])
+    return ranked[len(ranked) // 2]

@@ -328,26 +328,84 @@ def bench_denoiser(
     rounds: Annotated[int, typer.Option(help="Rounds over all variants.")] = 3,
     text_tokens: int = 256,
     attention: Annotated[str, typer.Option(help="SGLang's attention backend.")] = "fa",
+    ablation: Annotated[bool, typer.Option(help="Also each feature alone, and everything without it.")] = True,
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON here.")] = None,
 ) -> None:
     """A full-size denoiser with random weights: parity over a guidance run, times, kernel sums, launches."""
     if model != "qwen-image":
         sys.exit(f"sglang-fastpath: --model {model!r}: only qwen-image has a benchmark yet")
-    import torch
-
-    if not torch.cuda.is_available():
-        sys.exit("sglang-fastpath: bench needs an NVIDIA GPU; torch.cuda.is_available() is False")
+    _require_gpu()
     from sglang_fastpath import benchmark
 
     workload = benchmark.Workload(layers=layers, text_tokens=text_tokens, attention=attention)
     command = " ".join(["sglang-fastpath", *sys.argv[1:]])
     document = benchmark.describe(workload, command)
-    document |= benchmark.run(workload, steps=steps, rounds=rounds, report=Console(stderr=True).print)
+    document |= benchmark.run(
+        workload, steps=steps, rounds=rounds, ablation=ablation, report=Console(stderr=True).print
+    )
     if output:
         benchmark.write(document, output)
     print_json(document)
     if not document["bitwise_equal"]:
         raise typer.Exit(1)
+
+
+@bench.command("kernels")
+def bench_kernels(
+    image_tokens: Annotated[int, typer.Option(min=1)] = 4096,
+    text_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of 128.")] = 24,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds over all kernels and the copy.")] = 20,
+    output: Annotated[Path | None, typer.Option(help="Write the result as JSON here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Each fused kernel: parity, then its bandwidth against a copy and its time against stock's chain."""
+    _require_gpu()
+    from sglang_fastpath import benchmark, kernel_benchmark
+
+    size = kernel_benchmark.Size(image_tokens=image_tokens, text_tokens=text_tokens, heads=heads)
+    command = " ".join(["sglang-fastpath", *sys.argv[1:]])
+    try:
+        document = kernel_benchmark.run(size, command, rounds=rounds, report=Console(stderr=True).print)
+    except kernel_benchmark.UnsupportedSizeError as error:
+        sys.exit(f"sglang-fastpath: {error}")
+    if output:
+        benchmark.write(document, output)
+    if as_json:
+        print_json(document)
+    else:
+        show_kernels(document)
+    if not all(kernel["bitwise_equal"] for kernel in document["kernels"].values()):
+        raise typer.Exit(1)
+
+
+def show_kernels(document: dict[str, Any]) -> None:
+    """The result of `bench kernels` as a table."""
+    title = (
+        f"Kernels, {document['gpu']}, SGLang {document['sglang']}; a copy reaches {document['copy_gb_s']:,.0f} GB/s"
+    )
+    shown = table(title, "kernel", "MB", "us", "GB/s", "% copy", "stock us", "speedup", names=7)
+    for name, kernel in document["kernels"].items():
+        shown.add_row(
+            name,
+            f"{kernel['bytes'] / 1e6:.1f}",
+            f"{kernel['us']:.1f}",
+            f"{kernel['gb_s']:,.0f}",
+            f"{100 * kernel['of_copy']:.0f}",
+            f"{kernel['stock_us']:.1f}",
+            f"{kernel['speedup']:.2f}",
+        )
+    console.print(shown)
+    differing = [name for name, kernel in document["kernels"].items() if not kernel["bitwise_equal"]]
+    if differing:
+        console.print(f"[red]Not stock's bytes: {', '.join(differing)}[/]")
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("sglang-fastpath: bench needs an NVIDIA GPU; torch.cuda.is_available() is False")
 
 
 def _settings() -> envs.Settings:

@@ -3,7 +3,7 @@
 import json
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +30,7 @@ def examine(environ: Mapping[str, str], model_path: Path | None = None) -> list[
     parts: list[Callable[[], list[Finding]]] = [
         lambda: _settings(environ),
         _release,
-        _machine,
+        lambda: _machine(environ),
         lambda: _features(environ),
     ]
     if model_path is not None:
@@ -64,8 +64,8 @@ def _release() -> list[Finding]:
     return [Finding("release", "ok", text)]
 
 
-def _machine() -> list[Finding]:
-    machine = detect()
+def _machine(environ: Mapping[str, str]) -> list[Finding]:
+    machine = replace(detect(), emulated=environ.get(envs.EMULATE) == "1")
     findings = [Finding(name, "ok" if v else "note", v or "not installed") for name, v in machine.versions.items()]
     for need, unmet in REQUIREMENTS.items():
         why = unmet(machine)

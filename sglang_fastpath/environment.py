@@ -16,7 +16,8 @@ SUPPORTED_SM = (90, 100, 103)
 class Environment:
     """Facts about this machine; None where the thing is absent.
 
-    `sm` is the compute capability times ten (90 for an H200), `versions` maps distribution names to versions.
+    `sm` is the compute capability times ten (90 for an H200), `versions` maps distribution names to versions,
+    `emulated` says that the FP8 linear is emulated in torch (SGLANG_FASTPATH_EMULATE=1).
     """
 
     gpu: str | None
@@ -25,6 +26,7 @@ class Environment:
     nvcc: str | None
     deep_gemm: bool
     versions: dict[str, str | None]
+    emulated: bool = False
 
 
 def detect() -> Environment:
@@ -41,13 +43,14 @@ def detect() -> Environment:
         gpu=gpu,
         sm=sm,
         cuda=torch.version.cuda,
-        nvcc=_find_nvcc(),
+        nvcc=find_nvcc(),
         deep_gemm=importlib.util.find_spec("deep_gemm") is not None,
         versions={name: _version(name) for name in distributions},
     )
 
 
-def _find_nvcc() -> str | None:
+def find_nvcc() -> str | None:
+    """The CUDA compiler: of CUDA_HOME, CUDA_PATH or /usr/local/cuda, else the one on PATH."""
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     candidates = [Path(home, "bin", "nvcc") for home in homes if home]
     return next((str(path) for path in candidates if path.is_file()), shutil.which("nvcc"))
@@ -81,10 +84,20 @@ def _needs_deep_gemm(env: Environment) -> str | None:
     return None if env.deep_gemm else "no DeepGEMM: pip install sgl-deep-gemm"
 
 
+def _needs_block_fp8_kernels(env: Environment) -> str | None:
+    """The fused block-FP8 kernels: Hopper, or the emulation that stands in for it."""
+    if env.emulated:
+        return None
+    if env.sm is not None and env.sm != 90:
+        return f"SM{env.sm} ({env.gpu}): the fused block-FP8 kernels write Hopper's scale layout"
+    return _needs_gpu(env) or _needs_nvcc(env) or _needs_deep_gemm(env)
+
+
 # What a feature may ask for in `Feature.needs`; each returns why it is not met, or None.
 REQUIREMENTS: dict[str, Callable[[Environment], str | None]] = {
     "gpu": _needs_gpu,
     "sm": _needs_supported_sm,
     "nvcc": _needs_nvcc,
     "deep_gemm": _needs_deep_gemm,
+    "block_fp8_kernels": _needs_block_fp8_kernels,
 }

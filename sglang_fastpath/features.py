@@ -10,6 +10,8 @@ from typing import Literal
 _QWEN_IMAGE = "sglang.multimodal_gen.runtime.models.dits.qwen_image"
 _DENOISING = "sglang.multimodal_gen.runtime.pipelines_core.stages.denoising"
 _LINEAR = "sglang.multimodal_gen.runtime.layers.linear"
+_DIFFUSION_FP8 = "sglang.multimodal_gen.runtime.layers.quantization.fp8"
+_FP8_LINEAR = "sglang.srt.layers.quantization.fp8_utils"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,31 @@ class Feature:
         return self.sites + self.relies_on
 
 
+def _qwen_image_block(id: str, title: str, why: str) -> Feature:
+    """One of the features that share the fused forward of Qwen-Image's block."""
+    return Feature(
+        id=id,
+        title=f"Qwen-Image: {title}",
+        path="diffusion",
+        patch="sglang_fastpath.patches.diffusion.qwen_image_block",
+        sites=(f"{_QWEN_IMAGE}:QwenImageTransformerBlock.forward",),
+        relies_on=(
+            f"{_QWEN_IMAGE}:QwenImageTransformerBlock.__init__",
+            f"{_QWEN_IMAGE}:QwenImageTransformerBlock._modulate",
+            f"{_QWEN_IMAGE}:QwenImageTransformer2DModel.forward",
+            f"{_QWEN_IMAGE}:QwenImageCrossAttention.__init__",
+            f"{_QWEN_IMAGE}:QwenImageCrossAttention.forward",
+            f"{_DIFFUSION_FP8}:Fp8LinearMethod.apply",
+            f"{_FP8_LINEAR}:deepgemm_w8a8_block_fp8_linear_with_fallback",
+        ),
+        parity="bitwise",
+        needs=("block_fp8_kernels",),
+        native_since=None,
+        why=why,
+        removal="when SGLang fuses it for block FP8 on Hopper",
+    )
+
+
 CATALOGUE: tuple[Feature, ...] = (
     Feature(
         id="cfg_mod_cache",
@@ -70,6 +97,34 @@ CATALOGUE: tuple[Feature, ...] = (
         why="Both guidance passes of a step see the same timestep, so every block computes the same two "
         "modulation vectors twice (two [B, 6*dim] GEMVs a block, 120 a pass in Qwen-Image).",
         removal="when the oldest supported release is 0.5.19, whose blocks keep their modulation themselves",
+    ),
+    _qwen_image_block(
+        "scale_prepack",
+        "Q, K and V (and both streams' up projections) are merged at load, scales in DeepGEMM's layout",
+        "Stock quantizes the same activation three times and launches six small GEMMs for QKV; merged weights and "
+        "scales, concatenated without requantization, need one grouped launch.",
+    ),
+    _qwen_image_block(
+        "norm_quant",
+        "layer norm, modulation and quantization in one kernel, with gate and residual where they come first",
+        "Stock writes the modulated activation in bf16 and reads it back to quantize it, once for each linear; the "
+        "end of a block and the next block's norm are two more passes over the residual stream.",
+    ),
+    _qwen_image_block(
+        "qkv_epilogue",
+        "bias, QK norm and RoPE of both streams in one kernel that writes the joint q, k, v",
+        "Stock adds three biases, normalizes and rotates in place and concatenates text and image: four passes over "
+        "q and k, three over v, for each stream.",
+    ),
+    _qwen_image_block(
+        "act_quant",
+        "GELU and quantization in one kernel; the attention output is quantized in place in its joint buffer",
+        "Stock writes GELU's output in bf16 (107 MB a block at 1024x1024) and reads it back to quantize it.",
+    ),
+    _qwen_image_block(
+        "bias_fold",
+        "biases are added by the kernel that reads the GEMM's output anyway",
+        "Stock adds every linear's bias in a kernel of its own: 20 of 112 ms a pass on an H200.",
     ),
 )
 

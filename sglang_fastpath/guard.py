@@ -314,6 +314,11 @@ class Guard:
             return fast()
         return self._run_watched(key, fast, stock)
 
+    def verdict(self, feature: str, signature: Hashable) -> Verdict | None:
+        """What is known of one signature; None before its first check, or if no check gave a verdict."""
+        known = self._signatures.get((feature, signature))
+        return known.verdict if known else None
+
     @property
     def verdicts(self) -> list[dict[str, Any]]:
         """One JSON-ready entry per signature with a verdict: feature, signature, verdict, checks, difference

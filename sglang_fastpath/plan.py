@@ -7,8 +7,9 @@ and the status line, the status file and the parity guard read it.
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any, TypeVar
 
 from packaging.version import Version
 
@@ -19,6 +20,8 @@ from sglang_fastpath.features import CATALOGUE, Feature
 from sglang_fastpath.guard import Guard, GuardPolicy, Verdict, tensor_parallel_agreement
 
 _MOST_REASONS = 32
+
+T = TypeVar("T")
 
 
 class State(StrEnum):
@@ -84,6 +87,7 @@ class Plan:
     records: dict[str, FeatureRecord]
     on_event: Callable[[], None] = lambda: None
     on_progress: Callable[[], None] = lambda: None
+    _kept: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.guard = Guard(
@@ -93,6 +97,13 @@ class Plan:
             agree=tensor_parallel_agreement(),
             on_event=lambda verdict, *_: (self.on_progress if verdict is Verdict.ADMITTED else self.on_event)(),
         )
+
+    def kept(self, name: str, make: Callable[[], T]) -> T:
+        """What a patch module keeps for this plan, made at the first call: it outlives reverts."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        kept: T = self._kept[name]
+        return kept
 
     def active(self) -> list[FeatureRecord]:
         return [record for record in self.records.values() if record.state is State.ACTIVE]
@@ -134,7 +145,7 @@ def make_plan(
 
     Reads SGLang's source files, imports nothing of it.
     """
-    environment = environment or detect()
+    environment = replace(environment or detect(), emulated=settings.emulate)
     records = {}
     for feature in catalogue:
         state, reason = _decide(feature, settings, release, environment)

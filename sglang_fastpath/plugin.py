@@ -150,8 +150,11 @@ def apply(new: Plan) -> None:
         SystemExit: under SGLANG_FASTPATH_STRICT=1, if a feature cannot run.
     """
     plan.install(new)
+    modules: dict[str, dict[str, FeatureRecord]] = {}
     for record in new.active():
-        _apply_feature(new, record)
+        modules.setdefault(record.feature.patch, {})[record.feature.id] = record
+    for module, records in modules.items():
+        _apply_module(new, module, records)
     if new.settings.strict:
         _refuse_what_cannot_run(new)
 
@@ -168,10 +171,13 @@ def _report(new: Plan) -> None:
         _announce(new)
 
 
-def _apply_feature(new: Plan, record: FeatureRecord) -> None:
+def _apply_module(new: Plan, module: str, records: dict[str, FeatureRecord]) -> None:
+    """Applies one patch module for all its active features at once: they share its sites, and lose them together."""
+
     def lost(why: str) -> None:
-        record.state, record.reason = State.DRIFTED, why
-        logger.warning("%s is not applied: %s; stock serves", record.feature.id, why)
+        for record in records.values():
+            record.state, record.reason = State.DRIFTED, why
+        logger.warning("%s is not applied: %s; stock serves", ", ".join(records), why)
         if new.settings.strict:
             _refuse_what_cannot_run(new)
 
@@ -179,11 +185,11 @@ def _apply_feature(new: Plan, record: FeatureRecord) -> None:
         logger.info("sglang-fastpath: first hit of %s (%s)", record.feature.id, _role())
         new.on_event()
 
-    record.on_first_hit = first_hit
-    patch = _patches[record.feature.id] = Patch(on_lost=lost)
-    wraps = importlib.import_module(record.feature.patch).wraps(record, new)
-    for site in record.feature.sites:
-        patch.replace(site, wraps[site])
+    for record in records.values():
+        record.on_first_hit = first_hit
+    patch = _patches[module] = Patch(on_lost=lost)
+    for site, wrap in importlib.import_module(module).wraps(records, new).items():
+        patch.replace(site, wrap)
 
 
 def _refuse_what_cannot_run(new: Plan) -> None:
@@ -229,7 +235,7 @@ def _announcing_readiness(event_loop: Callable[..., Any]) -> Callable[..., Any]:
 def verify(new: Plan) -> None:
     """Looks up every replaced target again; what does not reach our code any more becomes `drifted`."""
     for record in new.active():
-        patch = _patches.get(record.feature.id)
+        patch = _patches.get(record.feature.patch)
         if patch is not None:
             patch.verify()
 

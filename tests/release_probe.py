@@ -2,9 +2,10 @@
 
     PYTHONPATH=.releases/VERSION python tests/release_probe.py REPORT [NAME=VALUE ...]
 
-Runs the tiny denoiser on stock, loads the plugin as SGLang does, with the environment variables given, runs the
-denoiser again, spawns a diffusion worker, takes the plugin out again, and writes a `Report` as JSON. The process
-starts without the variables: what is found was loaded through SGLang's own entry points, not by the `.pth` file.
+Runs two tiny denoisers on stock (bf16, and block FP8 whose linears are emulated), loads the plugin as SGLang does,
+with the environment variables given, runs the denoisers again, spawns a diffusion worker, takes the plugin out again,
+and writes a `Report` as JSON. The process starts without the variables: what is found was loaded through SGLang's own
+entry points, not by the `.pth` file.
 """
 
 import hashlib
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-STEPS = 3
+# Enough for a block to be checked alone, with the norm for the next block, and on the norm of the block before, and
+# to serve each of these unchecked, at both lengths of text.
+STEPS = 4
+LAYERS = 2
 _RUNTIME = "sglang.multimodal_gen.runtime"
 _GPU_WORKER = f"{_RUNTIME}.managers.gpu_worker"
 _PLUGINS = f"{_RUNTIME}.platforms.plugins"
@@ -38,6 +42,8 @@ _SEAMS = (
 
 # Feature id -> [state, reason]; None in a process without a plan.
 States = dict[str, list[str]] | None
+# Denoiser -> digests of the latents, one a step.
+Digests = dict[str, list[str]]
 
 
 class WorkerReport(TypedDict):
@@ -52,8 +58,9 @@ class Report(TypedDict):
     """What the test asserts on.
 
     `changed` names what differs from stock with the plugin in, `left_behind` with the plugin taken out again.
-    `stock`, `plugged` and `unplugged` are digests of the latents, one a step. `hits` and `fallbacks` are counted
-    by feature; `modulation_calls` is how often a guidance run calls a modulation linear in each pass.
+    `hits` and `fallbacks` are counted by denoiser and feature, the latter by reason as well; `failed` says what the
+    guard found not to be stock's bytes. `modulation_calls` and `block_calls` are how often one guidance run reuses
+    a modulation and calls a block.
     """
 
     release: list[str]
@@ -61,12 +68,14 @@ class Report(TypedDict):
     states: States
     changed: list[str]
     left_behind: list[str]
-    stock: list[str]
-    plugged: list[str]
-    unplugged: list[str]
-    hits: dict[str, int]
-    fallbacks: dict[str, int]
+    stock: Digests
+    plugged: Digests
+    unplugged: Digests
+    hits: dict[str, dict[str, int]]
+    fallbacks: dict[str, dict[str, dict[str, int]]]
+    failed: list[dict[str, Any]]
     modulation_calls: int
+    block_calls: int
     worker: WorkerReport
 
 
@@ -172,23 +181,43 @@ def report_from_worker(*_: Any, pipe_writer: "Connection", **__: Any) -> None:
     pipe_writer.send(WorkerReport(startup_file_ran=startup_file_ran(), states=states(), replaced=replaced))
 
 
+def build_denoisers() -> dict[str, "nn.Module"]:
+    """In bf16, and in block FP8 as far as the release quantizes; the latter stays emulated without the plugin."""
+    from sglang_fastpath.patches.diffusion import fp8_cpu_emulation
+
+    from sglang_fastpath.denoisers import build_qwen_image
+
+    revert = fp8_cpu_emulation.apply()
+    denoisers = {"bf16": build_qwen_image(layers=LAYERS), "block FP8": build_qwen_image(layers=LAYERS, fp8=True)}
+    revert()
+    return denoisers
+
+
 def main(path: str, *assignments: str) -> None:
     from sglang_fastpath import contracts, features, plan, plugin
-    from sglang_fastpath.denoisers import build_qwen_image
 
     for module in (*_SEAMS, *(target.partition(":")[0] for target in features.contract_targets())):
         importlib.import_module(module)
-    denoiser: Any = build_qwen_image(layers=2)
-    stock = run(denoiser)
+    denoisers = build_denoisers()
+    stock = {name: run(denoiser) for name, denoiser in denoisers.items()}
 
     before = Snapshot()
     settings = dict(assignment.split("=", 1) for assignment in assignments)
     os.environ.update(settings)
     load_plugins()
     states_found, changed, worker = states(), before.changed(), spawn_worker(settings)
-    plugged = run(denoiser)
     current = plan.current()
     records = current.records if current else {}
+    plugged: Digests = {}
+    hits: dict[str, dict[str, int]] = {}
+    fallbacks: dict[str, dict[str, dict[str, int]]] = {}
+    for name, denoiser in denoisers.items():
+        for record in records.values():
+            record.hits = 0
+            record.fallbacks.clear()
+        plugged[name] = run(denoiser)
+        hits[name] = {id: record.hits for id, record in records.items()}
+        fallbacks[name] = {id: dict(record.fallbacks) for id, record in records.items()}
 
     plugin.deactivate()
     release = contracts.installed_release()
@@ -200,10 +229,12 @@ def main(path: str, *assignments: str) -> None:
         left_behind=before.changed(),
         stock=stock,
         plugged=plugged,
-        unplugged=run(denoiser),
-        hits={id: record.hits for id, record in records.items()},
-        fallbacks={id: record.fallbacks.total() for id, record in records.items()},
-        modulation_calls=STEPS * 2 * len(denoiser.transformer_blocks),
+        unplugged={name: run(denoiser) for name, denoiser in denoisers.items()},
+        hits=hits,
+        fallbacks=fallbacks,
+        failed=[v for v in current.guard.verdicts if v["verdict"] != "admitted"] if current else [],
+        modulation_calls=STEPS * 2 * LAYERS,
+        block_calls=STEPS * 2 * LAYERS,
         worker=worker,
     )
     Path(path).write_text(json.dumps(report))

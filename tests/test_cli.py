@@ -49,11 +49,27 @@ def test_env_shows_every_variable_with_its_value(monkeypatch: pytest.MonkeyPatch
     assert "SGLANG_FASTPATH_GUARD" in run("env").stdout
 
 
-def test_doctor_is_content_with_this_installation() -> None:
+def test_doctor_is_content_with_this_installation_once_the_fp8_linear_is_emulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(envs.EMULATE, "1")
     found = {entry["topic"]: entry for entry in json.loads(run("doctor", "--json").stdout)}
     assert found["release"]["text"].startswith("0.5.17 at ")
     assert {found[feature.id]["text"] for feature in CATALOGUE} == {"active"}
+    assert found["needs block_fp8_kernels"]["text"] == "met"
     assert "cfg_mod_cache" in run("doctor").stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_doctor_names_what_this_machine_lacks_and_who_needs_it() -> None:
+    found = {entry["topic"]: entry for entry in json.loads(run("doctor", "--json", expect=1).stdout)}
+    lacking = "no NVIDIA GPU: torch.cuda.is_available() is False"
+    needing = [feature.id for feature in CATALOGUE if "block_fp8_kernels" in feature.needs]
+    expected = {"level": "error", "text": f"{lacking}; needed by {', '.join(needing)}"}
+    assert found["needs block_fp8_kernels"] == {"topic": "needs block_fp8_kernels", **expected}
+    for feature in CATALOGUE:
+        text = f"unsupported ({lacking})" if feature.needs else "active"
+        assert found[feature.id]["text"] == text
 
 
 def test_doctor_reports_a_wrong_setting_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,11 @@ def test_on_the_installed_release_everything_is_active(release: contracts.Releas
         (dataclasses.replace(H200, gpu="RTX PRO 6000", sm=120), ("sm",), "SM120"),
         (dataclasses.replace(H200, nvcc=None), ("nvcc",), "CUDA_HOME"),
         (dataclasses.replace(H200, deep_gemm=False), ("deep_gemm",), "pip install sgl-deep-gemm"),
+        (dataclasses.replace(H200, gpu=None, sm=None), ("block_fp8_kernels",), "no NVIDIA GPU"),
+        (dataclasses.replace(H200, gpu="NVIDIA A100", sm=80), ("block_fp8_kernels",), "SM80 (NVIDIA A100)"),
+        (dataclasses.replace(H200, gpu="NVIDIA B200", sm=100), ("block_fp8_kernels",), "SM100 (NVIDIA B200)"),
+        (dataclasses.replace(H200, nvcc=None), ("block_fp8_kernels",), "CUDA_HOME"),
+        (dataclasses.replace(H200, deep_gemm=False), ("block_fp8_kernels",), "pip install sgl-deep-gemm"),
     ],
 )
 def test_what_the_machine_lacks_is_named(release, machine: Environment, needs: tuple[str, ...], reason: str) -> None:
@@ -49,6 +54,22 @@ def test_what_the_machine_lacks_is_named(release, machine: Environment, needs: t
     assert record.state is State.UNSUPPORTED
     assert reason in record.reason
     assert make_plan(ON, release, H200, needing(*needs)).records[FEATURE.id].state is State.ACTIVE
+
+
+def test_the_emulation_stands_in_for_the_gpu_and_the_compiler_of_the_block_fp8_kernels_alone(release) -> None:
+    bare = dataclasses.replace(H200, gpu=None, sm=None, nvcc=None, deep_gemm=False)
+    emulated = dataclasses.replace(ON, emulate=True)
+    for need, state in (("block_fp8_kernels", State.ACTIVE), ("gpu", State.UNSUPPORTED)):
+        assert make_plan(emulated, release, bare, needing(need)).records[FEATURE.id].state is state
+
+
+def test_what_a_patch_module_keeps_belongs_to_the_plan_and_is_made_once(release) -> None:
+    """A patch is applied again after a revert; its caches and verdicts must not start anew."""
+    plan, other = make_plan(ON, release, H200), make_plan(ON, release, H200)
+    kept = plan.kept("module", list)
+    assert plan.kept("module", list) is kept
+    assert plan.kept("another module", list) is not kept
+    assert other.kept("module", list) is not kept
 
 
 def test_states_appear_in_the_status_line_with_their_reasons(release) -> None:

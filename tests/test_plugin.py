@@ -5,12 +5,18 @@ import dataclasses
 import functools
 import os
 import pickle
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
+import torch
+from sglang.multimodal_gen.runtime.models.dits.qwen_image import QwenImageTransformerBlock
 
 from sglang_fastpath import contracts, envs, plan, plugin, workers
 from sglang_fastpath.features import CATALOGUE
 from sglang_fastpath.hooks import Patch
+from sglang_fastpath.plan import State
+
+SHARING = [feature.id for feature in CATALOGUE if feature.patch.endswith(".qwen_image_block")]
 
 
 def test_not_asked_for_means_no_plan_and_no_patch() -> None:
@@ -21,15 +27,71 @@ def test_not_asked_for_means_no_plan_and_no_patch() -> None:
 
 def test_asked_for_twice_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(envs.ENABLE, "1")
+    monkeypatch.setenv(envs.EMULATE, "1")
     plugin.register()
     first = plan.current()
     patches = dict(plugin._patches)
     plugin.register()
     assert plan.current() is first
     assert plugin._patches == patches
-    assert "cfg_mod_cache" in patches
+    assert {feature.patch for feature in CATALOGUE} < patches.keys()
     plugin.deactivate()
     assert plan.current() is None
+
+
+def apply(*, off: Iterable[str] = (), strict: bool = False) -> plan.Plan:
+    """Applies the whole catalogue but for `off`, as on a machine that has what its features need."""
+    settings = envs.Settings(enabled=True, emulate=True, strict=strict, switches=dict.fromkeys(off, False))
+    plugin.apply(new := plan.make_plan(settings, contracts.installed_release()))
+    return new
+
+
+def test_features_of_one_patch_module_replace_their_shared_site_once() -> None:
+    stock = QwenImageTransformerBlock.forward
+    assert len(SHARING) == 5
+    for off in ([], SHARING[:1], SHARING[1:]):
+        apply(off=off)
+        assert QwenImageTransformerBlock.forward.__wrapped__ is stock, "not one wrapper around another"
+        plugin.deactivate()
+        assert QwenImageTransformerBlock.forward is stock
+    apply(off=SHARING)
+    assert QwenImageTransformerBlock.forward is stock
+
+
+@pytest.fixture
+def foreign_forward() -> Iterator[Callable[[], Callable[..., None]]]:
+    """Puts another plugin's function in the place of the block's forward, whatever is there by then."""
+    stock = QwenImageTransformerBlock.forward
+
+    def replace() -> Callable[..., None]:
+        def foreign(self, **kwargs) -> None: ...
+
+        QwenImageTransformerBlock.forward = foreign
+        return foreign
+
+    yield replace
+    QwenImageTransformerBlock.forward = stock
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_lost_site_is_lost_to_every_feature_of_its_patch_module_and_to_no_other(
+    strict: bool, foreign_forward: Callable[[], Callable[..., None]]
+) -> None:
+    new = apply(off=SHARING[:1], strict=strict)
+    foreign = foreign_forward()
+    if strict:
+        with pytest.raises(
+            SystemExit, match=", ".join(rf"{id} \(\S+ replaced by \S+foreign\)" for id in SHARING[1:])
+        ):
+            plugin.verify(new)
+    else:
+        plugin.verify(new)
+    assert {id: record.state for id, record in new.records.items()} == {
+        "cfg_mod_cache": State.ACTIVE,
+        SHARING[0]: State.OFF,
+        **dict.fromkeys(SHARING[1:], State.DRIFTED),
+    }
+    assert QwenImageTransformerBlock.forward is foreign
 
 
 def test_a_misspelt_variable_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +111,14 @@ def test_strict_refuses_to_start_with_something_missing(monkeypatch: pytest.Monk
     plugin.deactivate()
     monkeypatch.setenv(envs.STRICT, "1")
     with pytest.raises(SystemExit, match=r"drifted: cfg_mod_cache .*0\.5\.99 is not recorded"):
+        plugin.register()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_strict_refuses_to_start_without_what_a_feature_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (envs.ENABLE, envs.STRICT):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(SystemExit, match=r"unsupported: .*norm_quant \(no NVIDIA GPU"):
         plugin.register()
 
 

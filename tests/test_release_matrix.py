@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sglang_fastpath.features import BY_ID
+from sglang_fastpath.features import BY_ID, CATALOGUE
 
 pytestmark = pytest.mark.releases
 
@@ -23,23 +23,41 @@ MATRIX: tuple[str, ...] = runpy.run_path(str(ROOT / "scripts/releases.py"))["MAT
 
 ACTIVE = ["active", ""]
 NATIVE = ["native", "stock does it since 0.5.19"]
+NO_GPU = ["unsupported", "no NVIDIA GPU: torch.cuda.is_available() is False"]
+BLOCK = tuple(feature.id for feature in CATALOGUE if feature.patch.endswith(".qwen_image_block"))
+# With the FP8 linear emulated.
 STATES = {
-    "0.5.11": {"cfg_mod_cache": ACTIVE},
-    "0.5.17": {"cfg_mod_cache": ACTIVE},
-    "0.5.19": {"cfg_mod_cache": NATIVE},
-    "0.5.21": {"cfg_mod_cache": NATIVE},
-    "0.5.23": {"cfg_mod_cache": NATIVE},
+    "0.5.11": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE)},
+    "0.5.17": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE)},
+    "0.5.19": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE)},
+    "0.5.21": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE)},
+    "0.5.23": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE)},
 }
+# What must serve every block of the denoiser in block FP8. 0.5.11 leaves its QKV and MLP linears in bf16; from 0.5.21
+# on a CPU stock rotates q and k by complex tables, which only GPUs spare it.
+SERVING = {
+    "0.5.11": set(),
+    "0.5.17": set(BLOCK),
+    "0.5.19": set(BLOCK),
+    "0.5.21": set(BLOCK) - {"qkv_epilogue"},
+    "0.5.23": set(BLOCK) - {"qkv_epilogue"},
+}
+BF16, BLOCK_FP8 = "bf16", "block FP8"
 
 LAUNCHER = "sglang.multimodal_gen.runtime.launch_server"
 CLIENT = "sglang.multimodal_gen.runtime.scheduler_client:AsyncSchedulerClient"
 READINESS = "sglang.multimodal_gen.runtime.managers.scheduler:Scheduler.event_loop"
+EMULATION = "sglang.multimodal_gen.runtime.layers.quantization.fp8:dispatch_w8a8_block_fp8_linear"
 PROCESS_TARGETS = {f"{LAUNCHER}:run_scheduler_process", f"{LAUNCHER}:_run_disagg_role_process"}
 SEAMS = {READINESS, f"{CLIENT}.initialize", f"{CLIENT}.forward"}
 SEAMS_UNTIL_0_5_20 = SEAMS | PROCESS_TARGETS
 
+# In the contract of cfg_mod_cache alone.
 ALTERED = "sglang.multimodal_gen.runtime.models.dits.qwen_image:QwenTimestepProjEmbeddings.forward"
 ALTERED_0_5_17, UNRECORDED_0_5_24, NOT_ASKED_0_5_17 = "altered 0.5.17", "0.5.24", "0.5.17, not asked for"
+NOT_EMULATED_0_5_17 = "0.5.17, not emulated"
+SETTINGS = {NOT_ASKED_0_5_17: [], NOT_EMULATED_0_5_17: ["SGLANG_FASTPATH=1"]}
+EMULATED = ["SGLANG_FASTPATH=1", "SGLANG_FASTPATH_EMULATE=1"]
 
 # What tests/release_probe.py describes.
 Report = dict[str, Any]
@@ -93,7 +111,7 @@ def run_probe(tree: Path, folder: Path, *settings: str) -> Report:
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Report]]:
-    """The report on a release, or on one of the three special cases. All are probed, two at a time."""
+    """The report on a release, or on one of the four special cases. All are probed, two at a time."""
     folder = tmp_path_factory.mktemp("releases")
     qwen_image = f"{ALTERED.partition(':')[0].replace('.', '/')}.py"
     trees = {version: unpacked(version) for version in MATRIX}
@@ -101,12 +119,11 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
     trees[UNRECORDED_0_5_24] = copy_with(
         trees["0.5.23"], folder / "newer", "sglang/_version.py", lambda text: text.replace("0.5.23", "0.5.24")
     )
-    trees[NOT_ASKED_0_5_17] = trees["0.5.17"]
+    trees[NOT_ASKED_0_5_17] = trees[NOT_EMULATED_0_5_17] = trees["0.5.17"]
     with ThreadPoolExecutor(max_workers=2) as pool:
         reports: dict[str, Future[Report]] = {}
         for name, tree in trees.items():
-            settings = [] if name == NOT_ASKED_0_5_17 else ["SGLANG_FASTPATH=1"]
-            reports[name] = pool.submit(run_probe, tree, folder / f"probe {name}", *settings)
+            reports[name] = pool.submit(run_probe, tree, folder / f"probe {name}", *SETTINGS.get(name, EMULATED))
         yield lambda name: reports[name].result()
         pool.shutdown(cancel_futures=True)
 
@@ -117,11 +134,11 @@ def active_sites(states: dict[str, list[str]]) -> set[str]:
 
 def assert_stock_serves(report: Report) -> None:
     """The plugin is there and serves nothing, in the parent and in a worker."""
-    assert set(report["changed"]) <= SEAMS_UNTIL_0_5_20
+    assert set(report["changed"]) <= SEAMS_UNTIL_0_5_20 | {EMULATION}
     assert report["left_behind"] == report["worker"]["replaced"] == []
     assert report["worker"]["states"] == report["states"]
     assert report["stock"] == report["plugged"]
-    assert not any(report["hits"].values())
+    assert not any(count for hits in report["hits"].values() for count in hits.values())
 
 
 @pytest.mark.parametrize("version", MATRIX)
@@ -142,14 +159,42 @@ def test_a_spawned_worker_has_the_plugin(version: str, probed: Callable[[str], R
     assert set(worker["replaced"]) == active_sites(STATES[version])
 
 
+@pytest.mark.parametrize("denoiser", [BF16, BLOCK_FP8])
 @pytest.mark.parametrize("version", MATRIX)
-def test_guidance_gives_stocks_bytes(version: str, probed: Callable[[str], Report]) -> None:
+def test_guidance_gives_stocks_bytes(version: str, denoiser: str, probed: Callable[[str], Report]) -> None:
     report = probed(version)
-    assert report["stock"] == report["plugged"] == report["unplugged"]
-    assert len(set(report["stock"])) == len(report["stock"]) > 1
+    stock = report["stock"][denoiser]
+    assert report["plugged"][denoiser] == report["unplugged"][denoiser] == stock
+    assert len(set(stock)) == len(stock) > 1
+    assert report["failed"] == []
+
+
+@pytest.mark.parametrize("version", MATRIX)
+def test_the_second_pass_reuses_the_modulation(version: str, probed: Callable[[str], Report]) -> None:
+    report = probed(version)
     active = STATES[version]["cfg_mod_cache"] == ACTIVE
-    assert report["hits"]["cfg_mod_cache"] == (report["modulation_calls"] if active else 0)
-    assert report["fallbacks"]["cfg_mod_cache"] == 0
+    # In block FP8 the guard's checks call the modulation again, which is reused each time.
+    assert report["hits"][BF16]["cfg_mod_cache"] == (report["modulation_calls"] if active else 0)
+    assert (report["hits"][BLOCK_FP8]["cfg_mod_cache"] >= report["modulation_calls"]) is active
+    assert all(fallbacks["cfg_mod_cache"] == {} for fallbacks in report["fallbacks"].values())
+
+
+@pytest.mark.parametrize("version", MATRIX)
+def test_the_fused_block_serves_every_block_in_block_fp8_and_says_what_it_leaves_to_stock(
+    version: str, probed: Callable[[str], Report]
+) -> None:
+    report = probed(version)
+    for id in BLOCK:
+        hits, fallbacks = report["hits"][BLOCK_FP8][id], report["fallbacks"][BLOCK_FP8][id]
+        if id in SERVING[version]:
+            assert (hits, fallbacks) == (report["block_calls"], {})
+        else:
+            assert fallbacks and all(fallbacks), "neither served nor refused"
+        assert report["hits"][BF16][id] == 0
+        assert sum(report["fallbacks"][BF16][id].values()) == report["block_calls"]
+    if version == "0.5.11":
+        refusal = {"attn.add_q_proj is not in block FP8 (UnquantizedLinearMethod)": report["block_calls"]}
+        assert [report["fallbacks"][BLOCK_FP8][id] for id in BLOCK] == [refusal] * len(BLOCK)
 
 
 @pytest.mark.parametrize("version", MATRIX)
@@ -158,16 +203,31 @@ def test_nothing_else_of_sglang_changes_and_all_of_it_comes_back(
 ) -> None:
     report = probed(version)
     seams = SEAMS_UNTIL_0_5_20 if version in ("0.5.11", "0.5.17", "0.5.19") else SEAMS
-    assert set(report["changed"]) == active_sites(STATES[version]) | seams
+    assert set(report["changed"]) == active_sites(STATES[version]) | seams | {EMULATION}
     assert report["left_behind"] == []
 
 
+def test_without_gpu_and_emulation_the_fused_block_is_unsupported(probed: Callable[[str], Report]) -> None:
+    report = probed(NOT_EMULATED_0_5_17)
+    states = {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, NO_GPU)}
+    assert report["states"] == report["worker"]["states"] == states
+    assert set(report["changed"]) == active_sites(states) | SEAMS_UNTIL_0_5_20
+    assert report["plugged"] == report["stock"]
+    for denoiser in (BF16, BLOCK_FP8):
+        assert {id: report["hits"][denoiser][id] for id in BLOCK} == dict.fromkeys(BLOCK, 0)
+
+
 def test_a_changed_function_is_a_drift_that_names_it(probed: Callable[[str], Report]) -> None:
+    """For the feature that relies on it, and for no other."""
     report = probed(ALTERED_0_5_17)
     assert report["release"][0] == "0.5.17"
     state, reason = report["states"]["cfg_mod_cache"]
     assert state == "drifted" and reason.startswith(f"{ALTERED} is changed in this copy of SGLang 0.5.17")
-    assert_stock_serves(report)
+    assert {id: state for id, state in report["states"].items() if state == ACTIVE} == dict.fromkeys(BLOCK, ACTIVE)
+    assert report["worker"]["states"] == report["states"]
+    assert set(report["worker"]["replaced"]) == active_sites(report["states"])
+    assert report["plugged"] == report["stock"]
+    assert report["hits"][BF16]["cfg_mod_cache"] == report["hits"][BLOCK_FP8]["cfg_mod_cache"] == 0
 
 
 def test_a_newer_release_is_a_drift(probed: Callable[[str], Report]) -> None:

@@ -21,7 +21,7 @@ A modulation linear that is wrapped (LoRA), hooked or otherwise not SGLang's own
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,8 +35,9 @@ from sglang_fastpath.plan import FeatureRecord, Plan
 _Identity = tuple[torch.Tensor, int | None, int]
 
 
-def wraps(record: FeatureRecord, plan: Plan) -> dict[str, Callable[..., Any]]:
+def wraps(records: Mapping[str, FeatureRecord], plan: Plan) -> dict[str, Callable[..., Any]]:
     """The replacement of each of the feature's sites, by target."""
+    (record,) = records.values()
     cache = ModulationCache(record, plan)
     denoiser_forward, run_denoising_step, linear_forward = record.feature.sites
     return {

@@ -1,0 +1,97 @@
+// The fused kernels as functions that Python calls through tvm-ffi.
+//
+// Each takes its parameters as the bytes of the C++ struct (fused_kernels.py packs them and checks `struct_sizes`),
+// the variant, and the raw stream: one argument instead of forty keeps a launch at a few microseconds on the host.
+
+#include <algorithm>
+#include <cstring>
+
+#include <cuda_runtime.h>
+#include <tvm/ffi/tvm_ffi.h>
+
+#include "act_quant.cuh"
+#include "gated_residual.cuh"
+#include "norm_quant.cuh"
+#include "qkv_epilogue.cuh"
+
+namespace fastpath {
+
+template <typename Params>
+Params unpack(const tvm::ffi::Bytes& bytes) {
+  TVM_FFI_CHECK(bytes.size() == sizeof(Params), ValueError)
+      << "kernel parameters of " << bytes.size() << " bytes, expected " << sizeof(Params);
+  Params params;
+  std::memcpy(&params, bytes.data(), sizeof(Params));
+  return params;
+}
+
+void check(cudaError_t error, const char* kernel) {
+  TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << kernel << ": " << cudaGetErrorString(error);
+}
+
+void check_launch(const char* kernel) { check(cudaGetLastError(), kernel); }
+
+template <typename Params>
+void launch(void (*kernel)(Params), int blocks, int threads, int shared, int64_t stream, const Params& params) {
+  kernel<<<blocks, threads, shared, reinterpret_cast<cudaStream_t>(stream)>>>(params);
+}
+
+void norm_quant(tvm::ffi::Bytes bytes, bool gated, bool bias, bool zero_added, int64_t stream) {
+  const auto params = unpack<NormParams>(bytes);
+  const auto kernel = !gated       ? norm_quant_kernel<false, false, false>
+                      : zero_added ? (bias ? norm_quant_kernel<true, true, true> : norm_quant_kernel<true, false, true>)
+                      : bias       ? norm_quant_kernel<true, true, false>
+                                   : norm_quant_kernel<true, false, false>;
+  const int threads = (params.width / kStockWarp * kLanesApart + 31) / 32 * 32;
+  launch(kernel, params.stream[0].rows + params.stream[1].rows, threads, 0, stream, params);
+  check_launch("norm_quant");
+}
+
+void qkv_epilogue(tvm::ffi::Bytes bytes, bool bias, int64_t stream) {
+  const auto params = unpack<QkvParams>(bytes);
+  const int rows = params.stream[0].rows + params.stream[1].rows;
+  launch(bias ? qkv_epilogue_kernel<true> : qkv_epilogue_kernel<false>, rows, 256, 0, stream, params);
+  check_launch("qkv_epilogue");
+}
+
+template <bool kWhole>
+void (*act_quant_variant(bool gelu, bool bias))(ActParams) {
+  return !gelu  ? act_quant_kernel<false, false, kWhole>
+         : bias ? act_quant_kernel<true, true, kWhole>
+                : act_quant_kernel<true, false, kWhole>;
+}
+
+void act_quant(tvm::ffi::Bytes bytes, bool gelu, bool bias, int64_t processors, int64_t stream) {
+  const auto params = unpack<ActParams>(bytes);
+  const int rows = params.stream[0].rows + params.stream[1].rows;
+  const int threads = std::min((params.width / kVector / kInFlight + 31) / 32 * 32, kActThreads);
+  const bool whole = params.width == threads * kInFlight * kVector;
+  const auto kernel = whole ? act_quant_variant<true>(gelu, bias) : act_quant_variant<false>(gelu, bias);
+  const int table_bytes = gelu ? kGeluEntries * static_cast<int>(sizeof(bf16)) : 0;
+  if (gelu) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, table_bytes), "act_quant");
+  }
+  const int64_t at_a_time = processors * (gelu ? 1 : 1536 / threads);
+  launch(kernel, static_cast<int>(std::min<int64_t>(rows, at_a_time)), threads, table_bytes, stream, params);
+  check_launch("act_quant");
+}
+
+void gated_residual(tvm::ffi::Bytes bytes, bool bias, int64_t stream) {
+  const auto params = unpack<GatedParams>(bytes);
+  const int64_t vectors = (static_cast<int64_t>(params.stream[0].rows) + params.stream[1].rows) * params.width / kVector;
+  const int blocks = static_cast<int>((vectors + kGatedThreads - 1) / kGatedThreads);
+  launch(bias ? gated_residual_kernel<true> : gated_residual_kernel<false>, blocks, kGatedThreads, 0, stream, params);
+  check_launch("gated_residual");
+}
+
+tvm::ffi::Array<int64_t> struct_sizes() {
+  return {sizeof(NormParams), sizeof(QkvParams), sizeof(ActParams), sizeof(GatedParams)};
+}
+
+}  // namespace fastpath
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(norm_quant, fastpath::norm_quant);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(qkv_epilogue, fastpath::qkv_epilogue);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(act_quant, fastpath::act_quant);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gated_residual, fastpath::gated_residual);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(struct_sizes, fastpath::struct_sizes);
