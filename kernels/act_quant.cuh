@@ -74,23 +74,23 @@ __device__ __forceinline__ void act_quant_stream(
   const int step = blockDim.x * kVector;
   const int chunks = kWhole ? 1 : (width + kInFlight * step - 1) / (kInFlight * step);
   int column = threadIdx.x * kVector;
-  const auto load = [&](Vector (&x)[kInFlight], int at_row, int at_column) {
+  const auto fetch = [&](Vector (&x)[kInFlight], int at_row, int at_column) {
     if (at_row >= s.rows) return;
     const int batch = s.rows == s.rows_per_batch ? 0 : at_row / s.rows_per_batch;
     const int in_batch = at_row - batch * s.rows_per_batch;
     const bf16* from = s.x + batch * s.batch_stride + static_cast<int64_t>(in_batch) * width + at_column;
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      if (kWhole || at_column + i * step < width) x[i] = load_streaming(from + i * step);
+      if (kWhole || at_column + i * step < width) x[i] = load(from + i * step);
     }
   };
   Vector bias[kInFlight];
   if constexpr (kBias && kWhole) {
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) bias[i] = load_shared(s.bias + column + i * step);
+    for (int i = 0; i < kInFlight; ++i) bias[i] = load(s.bias + column + i * step);
   }
   Vector next[kInFlight] = {};
-  load(next, row, column);
+  fetch(next, row, column);
   prepare();
   for (int chunk = 0; row < s.rows;) {
     Vector x[kInFlight];
@@ -100,11 +100,11 @@ __device__ __forceinline__ void act_quant_stream(
     if (row_ends) chunk = 0;
     const int next_row = row_ends ? row + static_cast<int>(gridDim.x) : row;
     const int next_column = static_cast<int>(threadIdx.x) * kVector + chunk * kInFlight * step;
-    load(next, next_row, next_column);
+    fetch(next, next_row, next_column);
     float values[kInFlight][kVector];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      if constexpr (kBias && !kWhole) bias[i] = load_shared(s.bias + (column + i * step < width ? column + i * step : 0));
+      if constexpr (kBias && !kWhole) bias[i] = load(s.bias + (column + i * step < width ? column + i * step : 0));
 #pragma unroll
       for (int j = 0; j < kVector / 2; ++j) {
         if constexpr (kBias) x[i].pair[j] = __hadd2_rn(x[i].pair[j], bias[i].pair[j]);

@@ -36,11 +36,11 @@ __global__ void __launch_bounds__(kGatedThreads) gated_residual_kernel(const __g
   const int row = local / vectors;
   const int column = (local - row * vectors) * kVector;
   const int64_t at = static_cast<int64_t>(row) * params.width + column;
-  Vector x = load_streaming(s.x + at);
-  const Vector residual = load_streaming(s.residual + at);
-  const Vector gate = load_shared(s.gate + static_cast<int64_t>(row / s.rows_per_gate) * s.gate_stride + column);
+  Vector x = load(s.x + at);
+  const Vector residual = load(s.residual + at);
+  const Vector gate = load(s.gate + static_cast<int64_t>(row / s.rows_per_gate) * s.gate_stride + column);
   if constexpr (kBias) {
-    const Vector bias = load_shared(s.bias + column);
+    const Vector bias = load(s.bias + column);
 #pragma unroll
     for (int j = 0; j < kVector / 2; ++j) x.pair[j] = __hadd2_rn(x.pair[j], bias.pair[j]);
   }

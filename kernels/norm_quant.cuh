@@ -74,17 +74,17 @@ __global__ void __launch_bounds__(kMostStockWarps * kLanesApart, 3)
 
   Vector x[kStockLanes];
 #pragma unroll
-  for (int j = 0; j < kStockLanes; ++j) x[j] = load_streaming(s.x + at + j * kStep);
+  for (int j = 0; j < kStockLanes; ++j) x[j] = load(s.x + at + j * kStep);
   if constexpr (kGated) {
     Vector residual[kStockLanes];
 #pragma unroll
-    for (int j = 0; j < kStockLanes; ++j) residual[j] = load_streaming(s.residual + at + j * kStep);
+    for (int j = 0; j < kStockLanes; ++j) residual[j] = load(s.residual + at + j * kStep);
     const bf16* gates = s.gate + static_cast<int64_t>(batch) * s.gate_stride + column;
 #pragma unroll
     for (int j = 0; j < kStockLanes; ++j) {
-      Vector gate = load_shared(gates + j * kStep);
+      Vector gate = load(gates + j * kStep);
       Vector bias;
-      if constexpr (kBias) bias = load_shared(s.bias + column + j * kStep);
+      if constexpr (kBias) bias = load(s.bias + column + j * kStep);
 #pragma unroll
       for (int i = 0; i < kVector / 2; ++i) {
         if constexpr (kBias) x[j].pair[i] = __hadd2_rn(x[j].pair[i], bias.pair[i]);
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kMostStockWarps * kLanesApart, 3)
   Vector y[kStockLanes];
 #pragma unroll
   for (int j = 0; j < kStockLanes; ++j) {
-    const Vector scale = load_shared(s.scale + modulation + j * kStep);
-    const Vector shift = load_shared(s.shift + modulation + j * kStep);
+    const Vector scale = load(s.scale + modulation + j * kStep);
+    const Vector shift = load(s.shift + modulation + j * kStep);
 #pragma unroll
     for (int i = 0; i < kVector / 2; ++i) {
       const float2 n = to_floats(__floats2bfloat162_rn(

@@ -34,11 +34,6 @@ struct QkvParams {
 };
 
 __device__ __forceinline__ Quad load_quad(const bf16* from, int lane) {
-  const uint2 bits = __ldcs(reinterpret_cast<const uint2*>(from) + lane);
-  return reinterpret_cast<const Quad&>(bits);
-}
-
-__device__ __forceinline__ Quad load_quad_shared(const bf16* from, int lane) {
   const uint2 bits = __ldg(reinterpret_cast<const uint2*>(from) + lane);
   return reinterpret_cast<const Quad&>(bits);
 }
@@ -57,7 +52,7 @@ __global__ void __launch_bounds__(256) qkv_epilogue_kernel(const __grid_constant
   const float* table = s.cos_sin + static_cast<int64_t>(token) * kHead;
   const float2 cosine = __ldg(reinterpret_cast<const float2*>(table) + lane);
   const float2 sine = __ldg(reinterpret_cast<const float2*>(table + kHead / 2) + lane);
-  const Quad weights[2] = {load_quad_shared(s.norm[0], lane), load_quad_shared(s.norm[1], lane)};
+  const Quad weights[2] = {load_quad(s.norm[0], lane), load_quad(s.norm[1], lane)};
 
   for (int head = threadIdx.x / 32; head < params.heads; head += 8) {
     Quad x[3];
@@ -68,7 +63,7 @@ __global__ void __launch_bounds__(256) qkv_epilogue_kernel(const __grid_constant
     if constexpr (kBias) {
 #pragma unroll
       for (int part = 0; part < 3; ++part) {
-        const Quad bias = load_quad_shared(s.bias[part] + head * kHead, lane);
+        const Quad bias = load_quad(s.bias[part] + head * kHead, lane);
 #pragma unroll
         for (int i = 0; i < 2; ++i) x[part].pair[i] = __hadd2_rn(x[part].pair[i], bias.pair[i]);
       }

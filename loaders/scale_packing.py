@@ -72,7 +72,7 @@ def pack_ue8m0(scale: Tensor, rows: int) -> Tensor:
     two from 2^-126 to 2^127.
     """
     _check_scale(scale, rows, "rows")
-    bits = scale.contiguous().view(torch.int32)
+    bits = scale.view(torch.int32)
     exponents = bits >> MANTISSA_BITS
     # A sign makes the exponent negative: the shift is arithmetic.
     refused = (bits & MANTISSA != 0) | (exponents <= NO_EXPONENT) | (exponents >= NOT_A_NUMBER)

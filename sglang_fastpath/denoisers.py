@@ -178,7 +178,10 @@ def _fill(model: nn.Module, seed: int) -> None:
 
 
 def _register_missing_cpu_ops() -> None:
-    """From 0.5.21 the CPU path calls these sgl_kernel operators, which only the CPU build of sgl_kernel has."""
+    """From 0.5.21 the CPU path calls these sgl_kernel operators, which only the CPU build of sgl_kernel has.
+
+    The norms here round after every operation, as the releases before do on a CPU.
+    """
     for operator in (
         fused_scale_shift_cpu,
         fused_norm_scale_shift_cpu,
@@ -208,7 +211,7 @@ def fused_norm_scale_shift_cpu(
         normed = F.layer_norm(x.float(), width, weight, bias, eps)
     else:
         normed = F.rms_norm(x.float(), width, weight, eps)
-    return (normed * (1.0 + scale.float()) + shift.float()).to(x.dtype)
+    return normed.to(x.dtype) * (1.0 + scale) + shift
 
 
 def fused_scale_residual_norm_scale_shift_cpu(

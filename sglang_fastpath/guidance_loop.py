@@ -33,6 +33,7 @@ class GuidanceLoop:
         batch: int = 1,
         guidance_scale: float = 4.0,
     ) -> None:
+        import sglang.multimodal_gen.runtime.pipelines_core  # noqa: F401  before the scheduler: 0.5.21 has a circle
         from sglang.multimodal_gen.configs.pipeline_configs.qwen_image import QwenImagePipelineConfig
         from sglang.multimodal_gen.runtime.models.schedulers.scheduling_flow_match_euler_discrete import (
             FlowMatchEulerDiscreteScheduler,

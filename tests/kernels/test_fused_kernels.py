@@ -42,7 +42,7 @@ from sglang_fastpath import environment
 from sglang_fastpath.denoisers import start_runtime
 
 ARCHITECTURES = ("sm_90", "sm_100", "sm_103", "sm_120")
-VARIANTS = {"norm_quant": 5, "qkv_epilogue": 2, "act_quant": 3, "gated_residual": 2}
+VARIANTS = {"norm_quant": 5, "qkv_epilogue": 2, "act_quant": 6, "gated_residual": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
