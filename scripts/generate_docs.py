@@ -52,17 +52,17 @@ def releases() -> str:
 
 
 def patches() -> str:
-    """A section for each set of sites: features that share one patch are told apart by why they are there."""
+    """A section for each set of sites: features that share a patch differ in why they are there."""
     sections = []
     for (_, sites, relies_on, removal), group in groupby(
         CATALOGUE, key=lambda f: (f.patch, f.sites, f.relies_on, f.removal)
     ):
         sharing = list(group)
-        why = "\n".join(f"- `{f.id}`: {f.why}" for f in sharing) if len(sharing) > 1 else sharing[0].why
+        names = ", ".join(f"`{f.id}`" for f in sharing)
+        why = "\n".join(f"- `{f.id}`: {f.why}" for f in sharing)
         sections.append(
-            f"### {', '.join(f'`{f.id}`' for f in sharing)}\n\n"
-            + (f"Why:\n\n{why}" if len(sharing) > 1 else f"Why: {why}")
-            + f"\n\nReplaces:\n\n{_listed(sites)}\n\nRelies on:\n\n{_listed(relies_on)}\n\nDelete {removal}."
+            f"### {names}\n\nWhy:\n\n{why}\n\nReplaces:\n\n{_listed(sites)}\n\n"
+            f"Relies on:\n\n{_listed(relies_on)}\n\nDelete {removal}."
         )
     return "\n\n".join(sections)
 
@@ -78,6 +78,7 @@ def results() -> str:
                     f"[{found['model']}]({_link(path)})",
                     found["gpu"],
                     found["sglang"],
+                    found["attention"],
                     name,
                     f"{measured['pass_ms']:.1f} ({measured['min_ms']:.1f} to {measured['max_ms']:.1f})",
                     f"{measured['kernel_ms']:.1f}",
@@ -86,8 +87,39 @@ def results() -> str:
                     ("yes" if found["bitwise_equal"] else "NO") if name == "fast" else "-",
                 )
             )
-    header = ("model", "GPU", "SGLang", "", "wall ms a pass", "kernel ms", "floor ms", "launches", "bitwise equal")
-    return table(header, rows)
+    header = ("model", "GPU", "SGLang", "attention", "", "wall ms a pass", "kernel ms", "floor ms", "launches")
+    return table((*header, "bitwise equal"), rows)
+
+
+def ablation() -> str:
+    """What `bench denoiser` found of each feature alone and of everything without it: a table a result file."""
+    sections = []
+    for path, found in _result_files("stock"):
+        measured = {id: feature for id, feature in found["features"].items() if "alone_ms" in feature}
+        if not measured:
+            continue
+        rows = [
+            (
+                f"`{id}`",
+                *(
+                    cell
+                    for how in ("alone", "without")
+                    for cell in (
+                        f"{feature[f'{how}_ms']:.1f}",
+                        f"{feature[f'{how}_kernel_ms']:.1f}",
+                        f"{feature[f'{how}_launches']:,}",
+                    )
+                ),
+                "yes" if feature["alone_bitwise_equal"] and feature["without_bitwise_equal"] else "NO",
+            )
+            for id, feature in measured.items()
+        ]
+        columns = [
+            f"{how}: {what}" for how in ("alone", "without it") for what in ("wall ms", "kernel ms", "launches")
+        ]
+        title = f"[{found['model']}]({_link(path)}), {found['gpu']}, SGLang {found['sglang']}:"
+        sections.append(f"{title}\n\n{table(('feature', *columns, 'bitwise equal'), rows)}")
+    return "\n\n".join(sections) or "Not measured yet."
 
 
 def kernels() -> str:
@@ -99,7 +131,7 @@ def kernels() -> str:
 def _kernel_table(path: Path, found: dict[str, Any]) -> str:
     title = (
         f"[{found['gpu']}]({_link(path)}), SGLang {found['sglang']}, {found['image_tokens']} image and "
-        f"{found['text_tokens']} text tokens of {found['heads']} heads; a copy reaches {found['copy_gb_s']:,.0f} GB/s:"
+        f"{found['text_tokens']} text tokens, {found['heads']} heads. A copy reaches {found['copy_gb_s']:,.0f} GB/s."
     )
     rows = (
         (
@@ -147,6 +179,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "releases": releases,
     "patches": patches,
     "results": results,
+    "ablation": ablation,
     "kernels": kernels,
 }
 

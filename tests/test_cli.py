@@ -16,8 +16,6 @@ from sglang_fastpath.features import CATALOGUE
 from sglang_fastpath.plan import make_plan
 from sglang_fastpath.status import StatusWriter
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 def run(*arguments: str, expect: int = 0):
     result = CliRunner().invoke(app, list(arguments))
@@ -146,7 +144,3 @@ def test_quantize_errors_are_one_line_without_a_traceback(tmp_path: Path) -> Non
     assert result.exit_code == 1
     assert "nothing" in str(result.exception) + result.output
     assert not (tmp_path / "out").exists()
-
-
-def test_the_documents_are_generated_from_the_catalogue() -> None:
-    subprocess.run([sys.executable, ROOT / "scripts" / "generate_docs.py", "--check"], check=True)

@@ -21,6 +21,7 @@ from sglang_fastpath.features import CATALOGUE
 pytestmark = pytest.mark.engine
 
 WORKERS = ("diffusion worker 0", "diffusion worker 1")
+BLOCK = [feature.id for feature in CATALOGUE if feature.patch.endswith(".qwen_image_block")]
 SAMPLING: dict[str, Any] = {
     "prompt": "a cat",
     "negative_prompt": "blurry",
@@ -70,6 +71,10 @@ def test_tensor_parallel_ranks_give_stocks_bytes_and_the_same_verdicts(two_ranks
     assert first["pid"] != second["pid"]
     assert first["features"] == second["features"]
     assert first["features"]["cfg_mod_cache"]["state"] == "active"
+    for id in BLOCK:
+        seen = first["features"][id]
+        assert (seen["state"], seen["hits"]) == ("never hit", 0)
+        assert seen["fallbacks"].keys() == {"tensor parallelism over 2 ranks"}
     assert first["verdicts"] == second["verdicts"]
     assert {verdict["verdict"] for verdict in first["verdicts"]} == {"admitted"}
     for role in WORKERS:
@@ -137,16 +142,23 @@ def runs(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def test_the_ablation_shows_every_variant_identical_and_what_each_feature_did(runs: Runs) -> None:
     variants = {outcome["variant"]: outcome for outcome in runs.ablation}
-    assert {"stock", "fastpath", *(f"without {feature.id}" for feature in CATALOGUE)} <= variants.keys()
+    assert variants.keys() == {
+        "stock",
+        "fastpath",
+        *(f"{how} {feature.id}" for how in ("without", "only") for feature in CATALOGUE),
+    }
     images = {Path(outcome["image"]).read_bytes() for outcome in runs.ablation}
     assert len(images) == 1, "what it calls identical must be identical"
     assert all(outcome["identical"] for outcome in runs.ablation)
     assert variants["stock"]["workers"] == []
     (worker,) = variants["fastpath"]["workers"]
     assert (worker["role"], worker["life"], worker["emulated"]) == (WORKERS[0], "ended", True)
-    assert worker["features"]["cfg_mod_cache"]["state"] == "active"
-    assert worker["features"]["cfg_mod_cache"]["hits"] > 0
     for feature in CATALOGUE:
+        (worker,) = variants["fastpath"]["workers"]
+        seen = worker["features"][feature.id]
+        assert seen["state"] == "active" and seen["hits"] > 0
+        (worker,) = variants[f"only {feature.id}"]["workers"]
+        assert [id for id, seen in worker["features"].items() if seen["hits"]] == [feature.id]
         (worker,) = variants[f"without {feature.id}"]["workers"]
         seen = worker["features"][feature.id]
         assert (seen["state"], seen["reason"], seen["hits"]) == ("off", f"{feature.env}=0", 0)
@@ -157,8 +169,8 @@ def test_the_python_api_has_the_plugin_in_its_worker_and_stocks_bytes(runs: Runs
     stock = runs.ablation_folder / "stock.png"
     assert (runs.api_folder / "image.png").read_bytes() == stock.read_bytes()
     worker = read_status(runs.api_folder / "status", ended=True)[WORKERS[0]]
-    assert worker["features"]["cfg_mod_cache"]["state"] == "active"
-    assert worker["features"]["cfg_mod_cache"]["hits"] > 0
+    for seen in worker["features"].values():
+        assert seen["state"] == "active" and seen["hits"] > 0
     assert read_status(runs.api_folder / "status") == {}, "nothing of it runs any more"
 
 

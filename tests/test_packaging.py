@@ -25,10 +25,14 @@ SOURCES = {
 } | {
     f"sglang_fastpath/{file.relative_to(ROOT)}": file
     for folder in ("kernels", "loaders", "patches")
-    for file in (ROOT / folder).rglob("*.py")
+    for file in (ROOT / folder).rglob("*")
+    if file.suffix in (".py", ".cu", ".cuh")
 }
+CUDA = {name for name in SOURCES if name.endswith((".cu", ".cuh"))}
 CORE = sorted(f"sglang_fastpath.{file.stem}" for file in (ROOT / "sglang_fastpath").glob("[!_]*.py"))
-MAPPED = sorted(name.removesuffix(".py").replace("/", ".") for name in SOURCES if name.count("/") > 1)
+MAPPED = sorted(
+    name.removesuffix(".py").replace("/", ".") for name in SOURCES if name.count("/") > 1 and name.endswith(".py")
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,11 @@ def test_the_wheel_holds_the_package_and_the_start_up_file_and_nothing_else(whee
     expected = SOURCES | {"sglang_fastpath.pth": ROOT / "sglang_fastpath.pth"}
     assert held.keys() == expected.keys()
     assert held == {name: file.read_bytes() for name, file in expected.items()}
-    assert {"sglang_fastpath/contracts.json", "sglang_fastpath/py.typed"} < held.keys()
+    assert {
+        "sglang_fastpath/contracts.json",
+        "sglang_fastpath/py.typed",
+        "sglang_fastpath/kernels/fused_kernels.cu",
+    } < (held.keys())
 
 
 def test_entry_points(installation: Installation) -> None:
@@ -149,6 +157,15 @@ def test_the_four_ways_to_import(installation: Installation, inside_checkout: bo
     for name, file in files.items():
         relative = name.replace(".", "/") + ("/__init__.py" if name == "sglang_fastpath" else ".py")
         assert Path(file) == (SOURCES[relative] if from_checkout else installation.site_packages / relative)
+
+
+def test_the_cuda_sources_lie_where_the_build_looks_for_them(installation: Installation, tmp_path: Path) -> None:
+    program = (
+        "import json; from sglang_fastpath.kernels import fused_kernels; folder = fused_kernels.source_folder(); "
+        "print(json.dumps([[name, (folder / name).is_file()] for name in fused_kernels._SOURCES]))"
+    )
+    found = installation.run(program, cwd=tmp_path)
+    assert {(f"sglang_fastpath/kernels/{name}", there) for name, there in found} == {(name, True) for name in CUDA}
 
 
 LOADED = "print(json.dumps(sorted(sys.modules)))"

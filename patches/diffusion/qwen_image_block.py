@@ -71,6 +71,9 @@ _BYPASSED = (
     "txt_mlp.net",
     "img_mlp.net.0",
     "txt_mlp.net.0",
+    "img_mlp.net.1",
+    "txt_mlp.net.1",
+    "fuse_mul_add",
 )
 _NORMS = ("img_norm1", "txt_norm1", "img_norm2", "txt_norm2")
 _QK_NORMS = ("attn.norm_added_q", "attn.norm_added_k", "attn.norm_q", "attn.norm_k")
@@ -189,7 +192,7 @@ class BlockLayout:
             for name, linears in self.linears.items():
                 self.merged[name] = merge_linears([linear.module for linear in linears])
             self.merges += 1
-        except NotMergeable as error:
+        except (NotMergeable, torch.OutOfMemoryError) as error:
             self.merged.clear()
             self.not_merged = str(error)
         for name, places in _PLACES.items():
@@ -211,7 +214,12 @@ def _look_at_linear(block: nn.Module, parent: str, name: str) -> _Linear:
     backend = getattr(method.w8a8_block_fp8_linear, "__name__", "?")
     if backend not in ("deepgemm_w8a8_block_fp8_linear_with_fallback", "w8a8_block_fp8_linear"):
         raise Refused(f"{where} does not run on DeepGEMM ({backend})")
-    if module.skip_bias_add or getattr(module, "gather_output", False) or module._forward_hooks:
+    if (
+        module.skip_bias_add
+        or getattr(module, "gather_output", False)
+        or module._forward_hooks
+        or module._forward_pre_hooks
+    ):
         raise Refused(f"{where} gathers its output, keeps its bias or has hooks")
     if getattr(module, "tp_size", 1) != 1:
         raise Refused(f"tensor parallelism over {module.tp_size} ranks")
@@ -722,9 +730,9 @@ class FusedBlocks:
             try:
                 forward = _FusedForward(alone, frozenset((id,)), checking=True)
                 if (id, what) not in self._checked:
-                    self._checked.add((id, what))
                     with contextlib.suppress(RuntimeError):  # the guard meets it again, and keeps it on record
                         forward.run()
+                    self._checked.add((id, what))
                     if guard.policy.mode != "off":
                         guard.run(id, f"alone, {what}", fast=forward.run, stock=stock)
             except Refused as refusal:
