@@ -10,7 +10,6 @@ Layers are merged one by one, so the peak stays below stock's plus one layer's m
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +34,6 @@ class MergedLinears:
     weight: Tensor
     scale: Tensor
     bias: Tensor | None
-    _addresses: tuple[tuple[dict[str, Any], str, int], ...]
-
-    def is_current(self) -> bool:
-        """Whether every parameter still lies in the merged tensors: not after an offload, `.to()`, a new `.data`."""
-        for parameters, name, address in self._addresses:
-            parameter = parameters[name]
-            if parameter is None or parameter.data_ptr() != address:
-                return False
-        return True
 
 
 def merge_linears(linears: Sequence[nn.Module]) -> MergedLinears:
@@ -61,15 +51,9 @@ def merge_linears(linears: Sequence[nn.Module]) -> MergedLinears:
         for name in PARAMETERS:
             parameters = [linear._parameters[name] for linear in linears]
             merged[name] = None if parameters[0] is None else _merge([p for p in parameters if p is not None])
-    addresses = tuple(
-        (linear._parameters, name, parameter.data_ptr())
-        for linear in linears
-        for name in PARAMETERS
-        if (parameter := linear._parameters[name]) is not None
-    )
     weight, scale = merged["weight"], merged["weight_scale_inv"]
     assert weight is not None and scale is not None
-    return MergedLinears(tuple(linears), weight, scale, merged["bias"], addresses)
+    return MergedLinears(tuple(linears), weight, scale, merged["bias"])
 
 
 def _check(linears: Sequence[nn.Module]) -> None:

@@ -18,6 +18,7 @@ from sglang_fastpath import contracts, envs
 from sglang_fastpath.features import CATALOGUE, Feature
 
 ROOT = Path(__file__).resolve().parent.parent
+_README_COLUMNS = (("pass_ms", 1), ("kernel_ms", 1), ("launches", 0))
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -89,6 +90,24 @@ def results() -> str:
             )
     header = ("model", "GPU", "SGLang", "attention", "", "wall ms a pass", "kernel ms", "floor ms", "launches")
     return table((*header, "bitwise equal"), rows)
+
+
+def measured() -> str:
+    """The same for the README: a row a result file, stock -> fast."""
+    rows = []
+    for path, found in _result_files("stock"):
+        stock, fast = found["stock"], found["fast"]
+        rows.append(
+            (
+                f"[{found['model']}, SGLang {found['sglang']}, {found['attention']}]({path.relative_to(ROOT)})",
+                found["gpu"],
+                *(f"{stock[key]:,.{digits}f} -> {fast[key]:,.{digits}f}" for key, digits in _README_COLUMNS),
+                f"{stock['pass_ms'] / fast['pass_ms']:.2f}",
+                "yes" if found["bitwise_equal"] else "NO",
+            )
+        )
+    header = ("denoiser", "GPU", "wall ms a pass", "kernel ms", "launches", "times faster (wall)", "bitwise equal")
+    return table(header, rows)
 
 
 def ablation() -> str:
@@ -179,6 +198,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "releases": releases,
     "patches": patches,
     "results": results,
+    "measured": measured,
     "ablation": ablation,
     "kernels": kernels,
 }

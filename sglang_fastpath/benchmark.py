@@ -106,9 +106,10 @@ def run(
         for id, record in fast.records.items()
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
+    clocks: dict[str, list[int]] = {name: [] for name in variants}
     for number in range(rounds):
         report(f"timing, round {number + 1} of {rounds}")
-        _time_interleaved(denoiser, workload, steps, variants, times)
+        _time_interleaved(denoiser, workload, steps, variants, times, clocks)
     profiles: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     for number in range(rounds):
         report(f"profiling, round {number + 1} of {rounds}")
@@ -127,6 +128,7 @@ def run(
                 "pass_ms": wall[name],
                 "min_ms": round(min(times[name]), 3),
                 "max_ms": round(max(times[name]), 3),
+                "sm_mhz": round(statistics.median(clocks[name])) if clocks[name] else None,
                 **kernels[name],
             }
             for name in ("stock", "fast")
@@ -190,14 +192,28 @@ def _synchronize(workload: Workload) -> None:
         torch.cuda.synchronize()
 
 
+def _clock_mhz(workload: Workload) -> int | None:
+    """The multiprocessors' clock now, or None where NVML (nvidia-ml-py) is not there to ask."""
+    if workload.device == "cpu":
+        return None
+    try:
+        return torch.cuda.clock_rate()
+    except (ImportError, RuntimeError):
+        return None
+
+
 def _time_interleaved(
     denoiser: nn.Module,
     workload: Workload,
     steps: int,
     variants: dict[str, Plan | None],
     times: dict[str, list[float]],
+    clocks: dict[str, list[int]],
 ) -> None:
-    """Adds milliseconds a pass, wall: every variant runs its n-th step before any runs its next, in turning order."""
+    """Adds milliseconds a pass, wall: every variant runs its n-th step before any runs its next, in turning order.
+
+    Also the multiprocessors' clock at the end of each step: a GPU that is always busy may have to slow down.
+    """
     names = list(variants)
     loops = {name: _loop(denoiser, workload, steps) for name in names}
     for step in range(steps):
@@ -210,6 +226,8 @@ def _time_interleaved(
                 elapsed = time.perf_counter() - started
             if step:  # the first one warms up
                 times[name].append(elapsed * 1e3 / PASSES_A_STEP)
+                if (clock := _clock_mhz(workload)) is not None:
+                    clocks[name].append(clock)
 
 
 def _profile(denoiser: nn.Module, workload: Workload) -> dict[str, Any]:

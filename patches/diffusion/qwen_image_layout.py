@@ -1,0 +1,200 @@
+"""How a Qwen-Image block is made: what the fused forward needs of it, and why it may not run it.
+
+Everything that can change after loading is compared again at every call: modules replaced (LoRA), hooks, parameters
+replaced or moved (reload, offload).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from sglang_fastpath.loaders.merged_linears import MergedLinears, NotMergeable, merge_linears
+from torch import Tensor, nn
+
+# Where each of the block's linears hangs: (path of the parent, name). Text first, as in the joint sequence.
+_PLACES = {
+    "qkv": tuple(("attn", name) for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_q", "to_k", "to_v")),
+    "out": (("attn", "to_add_out"), ("attn.to_out", "0")),
+    "up": (("txt_mlp.net.0", "proj"), ("img_mlp.net.0", "proj")),
+    "down": (("txt_mlp.net", "2"), ("img_mlp.net", "2")),
+}
+# Modules that the fused forward goes around: a hook on one of them would not run.
+_BYPASSED = (
+    "attn",
+    "attn.to_out",
+    "img_mlp",
+    "txt_mlp",
+    "img_mlp.net",
+    "txt_mlp.net",
+    "img_mlp.net.0",
+    "txt_mlp.net.0",
+    "img_mlp.net.1",
+    "txt_mlp.net.1",
+    "fuse_mul_add",
+)
+_NORMS = ("img_norm1", "txt_norm1", "img_norm2", "txt_norm2")
+_QK_NORMS = ("attn.norm_added_q", "attn.norm_added_k", "attn.norm_q", "attn.norm_k")
+_LINEAR_TYPES = ("ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear")
+_BLOCK = [128, 128]
+
+
+class Refused(ValueError):
+    """A fused step cannot run on these tensors; the message says why."""
+
+
+class Linear(NamedTuple):
+    """A linear, where it hangs, and where its parameters lay when it was looked at."""
+
+    children: dict[str, nn.Module | None]
+    name: str
+    module: Any
+    weight: nn.Parameter
+    scale: nn.Parameter
+    bias: nn.Parameter
+    addresses: tuple[int, int, int]
+
+
+@dataclass
+class BlockLayout:
+    """What the fused forward needs of one block, looked up once; `unchanged` says whether it still holds."""
+
+    linears: dict[str, tuple[Linear, ...]]
+    bypassed: tuple[tuple[dict[str, Any], str, Any], ...]
+    norm_eps: float
+    qk_eps: float
+    qk_norm: tuple[Tensor, Tensor, Tensor, Tensor]
+    qk_norm_owners: tuple[dict[str, Any], ...] = ()
+    merged: dict[str, MergedLinears] = field(default_factory=dict)
+    not_merged: str = ""
+    merges: int = 0
+    verified: set[tuple[frozenset[str], bool, bool]] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, block: nn.Module) -> "BlockLayout":
+        """Raises Refused if the block is not made as the fused forward expects."""
+        try:
+            return cls._of(block)
+        except AttributeError as error:
+            raise Refused(f"the block is made otherwise: {error}") from None
+
+    @classmethod
+    def _of(cls, block: nn.Module) -> "BlockLayout":
+        linears = {
+            name: tuple(_look_at_linear(block, *place) for place in places) for name, places in _PLACES.items()
+        }
+        bypassed: list[tuple[dict[str, Any], str, Any]] = []
+        for path in (*_BYPASSED, *_NORMS, *_QK_NORMS):
+            parent, _, name = path.rpartition(".")
+            children = block.get_submodule(parent)._modules
+            bypassed.append((children, name, block.get_submodule(path)))
+        attn: Any = block.attn
+        if getattr(attn, "use_fused_qkv", False) or getattr(attn, "use_fused_added_qkv", False) or not attn.qk_norm:
+            raise Refused("the attention has packed projections or no QK norm")
+        if len(attn.to_out) != 1:
+            raise Refused("the attention output has a dropout")
+        norms: list[Any] = [block.get_submodule(name) for name in _NORMS]
+        if any(getattr(norm.norm, "weight", None) is not None for norm in norms):
+            raise Refused("a layer norm has weights")
+        qk: list[Any] = [block.get_submodule(name) for name in _QK_NORMS]
+        if len({norm.eps for norm in norms}) != 1 or len({norm.variance_epsilon for norm in qk}) != 1:
+            raise Refused("the norms' epsilons differ")
+        weights = tuple(norm.weight for norm in qk)
+        layout = cls(linears, tuple(bypassed), norms[0].eps, qk[0].variance_epsilon, weights)
+        layout.qk_norm_owners = tuple(norm._parameters for norm in qk)
+        if bypassed_otherwise := layout.bypassed_otherwise():
+            raise Refused(bypassed_otherwise)
+        return layout
+
+    def bypassed_otherwise(self) -> str | None:
+        """Which bypassed module was replaced, has hooks or a forward of its own, or None."""
+        for children, name, module in self.bypassed:
+            if _is_altered(module) or children.get(name) is not module:
+                return f"{type(module).__name__} {name} was replaced, has hooks or a forward of its own"
+        return None
+
+    def unchanged(self) -> bool:
+        # Spelled out: this runs in every block of every pass, and the host is what an eager pass waits for.
+        for linears in self.linears.values():
+            for children, name, module, weight, scale, bias, (weight_at, scale_at, bias_at) in linears:
+                parameters = module._parameters
+                if (
+                    _is_altered(module)
+                    or children.get(name) is not module
+                    or parameters["weight"] is not weight
+                    or parameters["weight_scale_inv"] is not scale
+                    or parameters["bias"] is not bias
+                    or weight.data_ptr() != weight_at
+                    or scale.data_ptr() != scale_at
+                    or bias.data_ptr() != bias_at
+                ):
+                    return False
+        for owner, norm_weight in zip(self.qk_norm_owners, self.qk_norm, strict=True):
+            if owner["weight"] is not norm_weight:
+                return False
+        return self.bypassed_otherwise() is None
+
+    def merge(self, block: nn.Module) -> None:
+        """Merges the linears that run as one GEMM, or notes why not. Addresses are taken anew."""
+        try:
+            if why := _offloaded(block):
+                raise NotMergeable(why)
+            for name, linears in self.linears.items():
+                self.merged[name] = merge_linears([linear.module for linear in linears])
+            self.merges += 1
+        except (NotMergeable, torch.OutOfMemoryError) as error:
+            self.merged.clear()
+            self.not_merged = str(error)
+        for name, places in _PLACES.items():
+            self.linears[name] = tuple(_look_at_linear(block, *place) for place in places)
+
+
+def _is_altered(module: Any) -> bool:
+    """Whether calling the module does more, or something else, than its class's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def _look_at_linear(block: nn.Module, parent: str, name: str) -> Linear:
+    """Raises Refused unless it is SGLang's own linear in block FP8, whole on this rank."""
+    children = block.get_submodule(parent)._modules
+    module: Any = children.get(name)
+    where = f"{parent}.{name}"
+    if module is None:
+        raise Refused(f"{where} is not there: the projections are packed")
+    if type(module).__name__ not in _LINEAR_TYPES or not type(module).__module__.startswith("sglang."):
+        raise Refused(f"{where} is a {type(module).__name__}")
+    method = module.quant_method
+    if type(method).__name__ != "Fp8LinearMethod" or not getattr(method, "block_quant", False):
+        raise Refused(f"{where} is not in block FP8 ({type(method).__name__})")
+    if list(method.quant_config.weight_block_size) != _BLOCK or getattr(method, "use_marlin", False):
+        raise Refused(f"{where} has weight blocks of {method.quant_config.weight_block_size}")
+    backend = getattr(method.w8a8_block_fp8_linear, "__name__", "?")
+    if backend not in ("deepgemm_w8a8_block_fp8_linear_with_fallback", "w8a8_block_fp8_linear"):
+        raise Refused(f"{where} does not run on DeepGEMM ({backend})")
+    if module.skip_bias_add or getattr(module, "gather_output", False) or _is_altered(module):
+        raise Refused(f"{where} gathers its output, keeps its bias, has hooks or a forward of its own")
+    if getattr(module, "tp_size", 1) != 1:
+        raise Refused(f"tensor parallelism over {module.tp_size} ranks")
+    weight, scale, bias = (module._parameters.get(key) for key in ("weight", "weight_scale_inv", "bias"))
+    if weight is None or scale is None or bias is None:
+        raise Refused(f"{where} has no bias or no block scales")
+    if weight.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32 or bias.dtype != torch.bfloat16:
+        raise Refused(f"{where} is {weight.dtype} with {scale.dtype} scales and a {bias.dtype} bias")
+    if weight.shape[0] % 128 or weight.shape[1] % 128 or not weight.is_contiguous() or not scale.is_contiguous():
+        raise Refused(f"{where} is {tuple(weight.shape)}, not whole blocks")
+    addresses = weight.data_ptr(), scale.data_ptr(), bias.data_ptr()
+    if addresses[0] % 16 or addresses[2] % 16:
+        raise Refused(f"{where} is not 16-byte aligned")
+    return Linear(children, name, module, weight, scale, bias, addresses)
+
+
+def _offloaded(block: nn.Module) -> str | None:
+    """Why this block's weights do not stay where they are, or None."""
+    from sglang.multimodal_gen.runtime.server_args import get_global_server_args
+
+    if block._forward_pre_hooks:
+        return "the block has hooks (layerwise offload)"
+    args = get_global_server_args()
+    for flag in ("dit_cpu_offload", "dit_layerwise_offload", "use_fsdp_inference"):
+        if getattr(args, flag, False):
+            return f"--{flag.replace('_', '-')}"
+    return None
