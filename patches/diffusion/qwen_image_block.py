@@ -206,9 +206,13 @@ class FusedBlocks:
             self._records[id].fall_back(reason)
         if not features:
             return stock()
-        verified = (features, *steps) in call.layout.verified
-        if not verified:
-            signature = f"{self._name(call)}: {_describe(features, *steps)}"
+        feature, form = min(features), (features, *steps)
+        if form not in call.layout.verified:
+            block_signature = f"{self._name(call)}: {_describe(*form)}"
+            if self._plan.guard.verdict(feature, block_signature) is Verdict.ADMITTED:
+                call.layout.verified.add(form)
+            else:
+                signature = block_signature
         ran = False
 
         def fast() -> Outputs:
@@ -221,10 +225,7 @@ class FusedBlocks:
                 self._records[id].hit()
             return outputs
 
-        feature = min(features)
         outputs: Outputs = self._plan.guard.run(feature, signature, fast=fast, stock=stock)
-        if not verified and self._plan.guard.verdict(feature, signature) is Verdict.ADMITTED:
-            call.layout.verified.add((features, *steps))
         if not ran:
             self._count(features, f"left to stock by the guard, see {feature}")
         return outputs
