@@ -49,9 +49,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen_image(tmp_path_factory.getbasetemp())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def two_ranks(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """Stock's server and the plugin's, each with tensor parallelism over two workers."""
+    """Stock's server and the plugin's, with tensor parallelism over two workers, which are busy even when idle."""
     folder, parallel = tmp_path_factory.mktemp("two-ranks"), ["--num-gpus", "2", "--tp-size", "2"]
     with contextlib.ExitStack() as stack:
         stock = Server(checkpoint, folder / "stock", plugin=False, arguments=parallel)
