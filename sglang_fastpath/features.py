@@ -100,7 +100,7 @@ CATALOGUE: tuple[Feature, ...] = (
     ),
     _qwen_image_block(
         "scale_prepack",
-        "Q, K and V (and both streams' up projections) are merged at load, scales in DeepGEMM's layout",
+        "linears that run as one GEMM are merged at their first pass, scales in DeepGEMM's layout",
         "Stock quantizes the same activation three times and launches six small GEMMs for QKV; merged weights and "
         "scales, concatenated without requantization, need one grouped launch.",
     ),

@@ -63,7 +63,6 @@ class FusedBlocks:
         self._layouts: weakref.WeakKeyDictionary[nn.Module, BlockLayout] = weakref.WeakKeyDictionary()
         # Kind of call -> the features that may run it together, the guard's signature, and why others may not.
         self._decided: dict[tuple[Any, ...], tuple[frozenset[str], str, dict[str, str]]] = {}
-        self._prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._last: tuple[Any, Any, Any] | None = None  # weak: the last block and its outputs
         self._following: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -234,8 +233,7 @@ class FusedBlocks:
         """The block's name for the guard: unlike any other block's, and new when its weights were merged anew."""
         name = self._names.get(call.block)
         if name is None:
-            others = sum(other == call.block.prefix for other in self._prefixes.values())
-            self._prefixes[call.block] = call.block.prefix
+            others = sum(other.prefix == call.block.prefix for other in self._names)
             name = self._names[call.block] = call.block.prefix + (f" of model {others + 1}" if others else "")
         return name + (f" (merged {call.layout.merges} times)" if call.layout.merges > 1 else "")
 

@@ -250,7 +250,7 @@ class FusedForward:
             return outputs
         if self._bias_fold:
             gated = [
-                GatedInput(_rows(x), gate if gate.dim() == 2 else _gate_rows(gate), _rows(residual), bias)
+                GatedInput(_rows(x), _rows(gate), _rows(residual), bias)
                 for x, gate, residual, bias in zip(down, gates, residuals, biases, strict=True)
             ]
             self._check(can_gate, *gated)
@@ -336,11 +336,6 @@ class FusedForward:
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-def _gate_rows(gate: Tensor) -> Tensor:
-    """[B, 1, D] or [B, tokens, D] -> one gate for each batch element or row."""
-    return gate.reshape(-1, gate.shape[-1])
 
 
 def _streams(operands: _Operands) -> tuple[Any, Any]:
