@@ -18,7 +18,8 @@ from sglang_fastpath import contracts, envs
 from sglang_fastpath.features import CATALOGUE, Feature
 
 ROOT = Path(__file__).resolve().parent.parent
-_README_COLUMNS = (("pass_ms", 1), ("kernel_ms", 1), ("launches", 0))
+_README_COLUMNS = (("pass_ms", 1), ("sustained_ms", 1), ("kernel_ms", 1), ("launches", 0))
+_NOT_MEASURED = "Not measured yet."
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -81,15 +82,16 @@ def results() -> str:
                     found["sglang"],
                     found["attention"],
                     name,
-                    f"{measured['pass_ms']:.1f} ({measured['min_ms']:.1f} to {measured['max_ms']:.1f})",
+                    _wall(measured),
+                    _number(measured, "sustained_ms", 1),
                     f"{measured['kernel_ms']:.1f}",
                     f"{measured['floor_ms']:.1f}",
                     f"{measured['launches']:,}",
                     ("yes" if found["bitwise_equal"] else "NO") if name == "fast" else "-",
                 )
             )
-    header = ("model", "GPU", "SGLang", "attention", "", "wall ms a pass", "kernel ms", "floor ms", "launches")
-    return table((*header, "bitwise equal"), rows)
+    header = ("model", "GPU", "SGLang", "attention", "", "wall ms a pass", "sustained ms", "kernel ms", "floor ms")
+    return table((*header, "launches", "bitwise equal"), rows)
 
 
 def measured() -> str:
@@ -101,13 +103,133 @@ def measured() -> str:
             (
                 f"[{found['model']}, SGLang {found['sglang']}, {found['attention']}]({path.relative_to(ROOT)})",
                 found["gpu"],
-                *(f"{stock[key]:,.{digits}f} -> {fast[key]:,.{digits}f}" for key, digits in _README_COLUMNS),
+                *(_change(stock, fast, key, digits) for key, digits in _README_COLUMNS),
                 f"{stock['pass_ms'] / fast['pass_ms']:.2f}",
                 "yes" if found["bitwise_equal"] else "NO",
             )
         )
-    header = ("denoiser", "GPU", "wall ms a pass", "kernel ms", "launches", "times faster (wall)", "bitwise equal")
-    return table(header, rows)
+    header = ("denoiser", "GPU", "wall ms a pass", "sustained ms", "kernel ms", "launches", "times faster (wall)")
+    return table((*header, "bitwise equal"), rows)
+
+
+def graph() -> str:
+    """What `bench denoiser --graph` found: a table a result file, a row a variant."""
+    sections = []
+    for path, found in _result_files("variants"):
+        title = (
+            f"[{found['model']}]({_link(path)}), {found['gpu']}, SGLang {found['sglang']}, {found['attention']}. "
+            f"Stock's floor: {_number(found, 'floor_ms', 1)} ms."
+        )
+        rows = [
+            (
+                f"`{name}`",
+                _wall(one),
+                _number(one, "sustained_ms", 1),
+                _number(one, "host_ms", 2),
+                _number(one, "launches", 0),
+                _number(one, "kernels", 0),
+                _number(one, "kernel_ms", 1),
+                _number(one, "sustained_sm_mhz", 0),
+                _number(one, "sustained_watts", 0),
+                _number(one, "peak_reserved_gib", 1),
+                *_verdict(found, name),
+            )
+            for name, one in found["variants"].items()
+        ]
+        header = (
+            "",
+            "wall ms a pass",
+            "sustained ms",
+            "host ms",
+            "launches",
+            "kernels",
+            "kernel ms",
+            "sustained MHz",
+        )
+        shown = table((*header, "sustained W", "peak GiB", *_VERDICT), rows)
+        sections.append("\n\n".join((title, shown, *_remarks(found))))
+    return "\n\n".join(sections) or _NOT_MEASURED
+
+
+def measured_graph() -> str:
+    """The same for the README: fewer columns, and by how much the best that stock can do is beaten."""
+    sections = []
+    for path, found in _result_files("variants"):
+        link = path.relative_to(ROOT)
+        title = f"[{found['model']}, SGLang {found['sglang']}, {found['attention']}]({link}), {found['gpu']}:"
+        rows = [
+            (
+                f"`{name}`",
+                _number(one, "pass_ms", 1),
+                _number(one, "sustained_ms", 1),
+                _number(one, "host_ms", 2),
+                _number(one, "launches", 0),
+                *_verdict(found, name),
+            )
+            for name, one in found["variants"].items()
+        ]
+        shown = table(("", "wall ms a pass", "sustained ms", "host ms", "launches", *_VERDICT), rows)
+        sections.append("\n\n".join((title, shown, *_remarks(found))))
+    return "\n\n".join(sections) or _NOT_MEASURED
+
+
+_VERDICT = ("times stock eager", "times best stock variant", "bitwise equal")
+
+
+def _verdict(found: dict[str, Any], name: str) -> tuple[str, ...]:
+    """How many times faster than stock, eager and at its best (wall), and whether the bytes are stock's."""
+    one, stock, best = found["variants"][name], found["variants"]["stock"], _best_stock(found)
+    if "pass_ms" not in one:
+        return "-", "-", "failed"
+    return (
+        f"{stock['pass_ms'] / one['pass_ms']:.2f}" if "pass_ms" in stock else "-",
+        f"{found['variants'][best]['pass_ms'] / one['pass_ms']:.2f}" if best else "-",
+        "yes" if one["bitwise_equal"] else "NO",
+    )
+
+
+def _best_stock(found: dict[str, Any]) -> str | None:
+    """The fastest variant without our kernels. One in our graph counts, so that it is the hardest to beat."""
+    stock = {
+        name: one["pass_ms"]
+        for name, one in found["variants"].items()
+        if name.partition("+")[0] == "stock" and "pass_ms" in one
+    }
+    return min(stock, key=stock.__getitem__, default=None)
+
+
+def _remarks(found: dict[str, Any]) -> list[str]:
+    """Below a table: the comparison in words, how a variant was set up, why one failed."""
+    variants, best = found["variants"], _best_stock(found)
+    ours = variants.get("fast+graph", {})
+    remarks = []
+    if best and "pass_ms" in ours:
+        peer, faster = variants[best], variants[best]["pass_ms"] / ours["pass_ms"]
+        sustained = ""
+        if peer.get("sustained_ms") and ours.get("sustained_ms"):
+            sustained = f" ({peer['sustained_ms'] / ours['sustained_ms']:.2f} times sustained)"
+        remarks.append(f"`fast+graph` is {faster:.2f} times as fast as the best stock variant, `{best}`{sustained}.")
+    remarks += [f"`{name}`: {one['setup']}." for name, one in variants.items() if "setup" in one]
+    for name, one in variants.items():
+        if "failed" in one:
+            reason = one["failed"].replace("`", "'")
+            remarks.append(f"`{name}` failed: `{reason}`.")
+    return ["\n".join(f"- {remark}" for remark in remarks)] if remarks else []
+
+
+def _wall(one: dict[str, Any]) -> str:
+    return f"{one['pass_ms']:.1f} ({one['min_ms']:.1f} to {one['max_ms']:.1f})" if "pass_ms" in one else "-"
+
+
+def _number(one: dict[str, Any], key: str, digits: int) -> str:
+    """`-` where the file is older than the key, or the run could not tell."""
+    value = one.get(key)
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _change(stock: dict[str, Any], fast: dict[str, Any], key: str, digits: int) -> str:
+    before, after = (_number(one, key, digits) for one in (stock, fast))
+    return "-" if before == after == "-" else f"{before} -> {after}"
 
 
 def ablation() -> str:
@@ -138,13 +260,13 @@ def ablation() -> str:
         ]
         title = f"[{found['model']}]({_link(path)}), {found['gpu']}, SGLang {found['sglang']}:"
         sections.append(f"{title}\n\n{table(('feature', *columns, 'bitwise equal'), rows)}")
-    return "\n\n".join(sections) or "Not measured yet."
+    return "\n\n".join(sections) or _NOT_MEASURED
 
 
 def kernels() -> str:
     """What `bench kernels` found: a table a result file."""
     sections = [_kernel_table(path, found) for path, found in _result_files("kernels")]
-    return "\n\n".join(sections) or "Not measured yet."
+    return "\n\n".join(sections) or _NOT_MEASURED
 
 
 def _kernel_table(path: Path, found: dict[str, Any]) -> str:
@@ -170,7 +292,7 @@ def _kernel_table(path: Path, found: dict[str, Any]) -> str:
 
 
 def _result_files(key: str) -> list[tuple[Path, dict[str, Any]]]:
-    """The result files that have `key`, which tells the benchmarks apart: `stock` or `kernels`."""
+    """The result files that have `key`, which tells the benchmarks apart: `stock`, `variants` or `kernels`."""
     paths = sorted((ROOT / "benchmarks" / "results").glob("*/*.json"))
     found = ((path, json.loads(path.read_text())) for path in paths)
     return [(path, document) for path, document in found if key in document]
@@ -199,6 +321,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     "patches": patches,
     "results": results,
     "measured": measured,
+    "graph": graph,
+    "measured-graph": measured_graph,
     "ablation": ablation,
     "kernels": kernels,
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What only a GPU can show: tests/gpu and both benchmarks. Needs a Python that imports torch and SGLang.
+# What only a GPU can show: tests/gpu and the benchmarks. Needs a Python that imports torch and SGLang.
 #   scripts/gpu.sh [FOLDER]    results go to FOLDER, by default benchmarks/results/<gpu>
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,3 +11,4 @@ export SGLANG_JIT_DEEPGEMM_PRECOMPILE=0 HF_HUB_OFFLINE=1
 "$python" -m pytest tests/gpu -q
 "$python" -m sglang_fastpath.cli bench kernels --output "$results/kernels.json"
 "$python" -m sglang_fastpath.cli bench denoiser --model qwen-image --output "$results/qwen-image.json"
+"$python" -m sglang_fastpath.cli bench denoiser --model qwen-image --graph --output "$results/qwen-image-graph.json"

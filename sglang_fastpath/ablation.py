@@ -39,13 +39,17 @@ class Outcome:
     workers: list[ProcessStatus]
 
 
-def variants() -> Iterator[Variant]:
-    """Stock, everything on, each feature off alone, and (if there are several) each on alone."""
+def variants(*, emulate: bool) -> Iterator[Variant]:
+    """Stock, everything on, each feature off alone, and (if there are several) each on alone.
+
+    With `emulate`, without the features that the emulation switches off.
+    """
+    features = [feature for feature in CATALOGUE if not (emulate and feature.needs_a_gpu)]
     yield Variant("stock", plugin=False)
     yield Variant("fastpath", plugin=True)
-    for feature in CATALOGUE:
+    for feature in features:
         yield Variant(f"without {feature.id}", plugin=True, switches={feature.env: "0"})
-    for feature in CATALOGUE if len(CATALOGUE) > 1 else ():
+    for feature in features if len(features) > 1 else ():
         yield Variant(f"only {feature.id}", plugin=True, switches={envs.ONLY: feature.id})
 
 

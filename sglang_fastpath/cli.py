@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -213,7 +214,7 @@ def ablate(
         *("--num-inference-steps", str(steps), "--seed", str(seed), *context.args),
     ]
     outcomes = []
-    planned = list(ablation.variants())
+    planned = list(ablation.variants(emulate=emulate))
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=Console(stderr=True)
     ) as bar:
@@ -322,32 +323,69 @@ app.add_typer(bench, name="bench")
 
 @bench.command("denoiser")
 def bench_denoiser(
-    model: Annotated[str, typer.Option(help="qwen-image")] = "qwen-image",
-    layers: int = 60,
-    steps: Annotated[int, typer.Option(help="Steps of guidance, two passes each.")] = 10,
-    rounds: Annotated[int, typer.Option(help="Rounds over all variants.")] = 3,
-    text_tokens: int = 256,
+    model: Annotated[str, typer.Option(help="qwen-image or flux2.")] = "qwen-image",
+    layers: Annotated[int | None, typer.Option(help="Blocks (FLUX.2: double blocks), if not all.")] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of guidance, two passes each.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds over all variants.")] = 3,
+    text_tokens: Annotated[int | None, typer.Option(help="256 for Qwen-Image, 512 for FLUX.2, if not given.")] = None,
     attention: Annotated[str, typer.Option(help="SGLang's attention backend.")] = "fa",
+    sustained_steps: Annotated[int, typer.Option(min=1, help="Steps in a row for the sustained time.")] = 6,
     ablation: Annotated[bool, typer.Option(help="Also each feature alone, and everything without it.")] = True,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Compare with CUDA graphs and torch.compile, stock's and ours, instead.")
+    ] = False,
+    variants: Annotated[
+        str | None, typer.Option(help="With --graph: of its variants these, a,b,... and stock.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON here.")] = None,
 ) -> None:
-    """A full-size denoiser with random weights: parity over a guidance run, times, kernel sums, launches."""
-    if model != "qwen-image":
-        sys.exit(f"sglang-fastpath: --model {model!r}: only qwen-image has a benchmark yet")
-    _require_gpu()
+    """A full-size denoiser with random weights: parity over a guidance run, times, kernel sums, launches.
+
+    Exit 1 if what the plugin computes is not stock's, or not at all.
+    """
     from sglang_fastpath import benchmark
 
-    workload = benchmark.Workload(layers=layers, text_tokens=text_tokens, attention=attention)
-    command = " ".join(["sglang-fastpath", *sys.argv[1:]])
-    document = benchmark.describe(workload, command)
-    document |= benchmark.run(
-        workload, steps=steps, rounds=rounds, ablation=ablation, report=Console(stderr=True).print
+    if model not in benchmark.MODELS:
+        sys.exit(f"sglang-fastpath: --model {model!r}: no such benchmark; known: {', '.join(benchmark.MODELS)}")
+    names = _graph_variants(variants, graph=graph)
+    _require_gpu()
+    workload = benchmark.Workload(
+        model=model,
+        arch={} if layers is None else {"layers": layers},
+        text_tokens=text_tokens or benchmark.TEXT_TOKENS[model],
+        attention=attention,
     )
+    document = benchmark.describe(workload, " ".join(["sglang-fastpath", *sys.argv[1:]]))
+    how: dict[str, Any] = {
+        "steps": steps,
+        "rounds": rounds,
+        "sustained_steps": sustained_steps,
+        "report": partial(Console(stderr=True).print, markup=False),
+    }
+    if graph:
+        document |= benchmark.run_graphs(workload, names=names, **how)
+    else:
+        document |= benchmark.run(workload, ablation=ablation, **how)
     if output:
         benchmark.write(document, output)
     print_json(document)
-    if not document["bitwise_equal"]:
+    if benchmark.unequal(document):
         raise typer.Exit(1)
+
+
+def _graph_variants(listed: str | None, *, graph: bool) -> list[str] | None:
+    """The names after --variants, or None for all."""
+    if listed is None:
+        return None
+    if not graph:
+        sys.exit(f"sglang-fastpath: --variants {listed}: only --graph has variants to choose from; add it")
+    from sglang_fastpath.benchmark_variants import make_graph_variants
+
+    names = [name.strip() for name in listed.split(",")]
+    known = list(make_graph_variants())
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"sglang-fastpath: --variants: no {unknown[0]!r}; known: {', '.join(known)}")
+    return names
 
 
 @bench.command("kernels")

@@ -69,16 +69,36 @@ def build_qwen_image(
     contains one of `not_quantized`. `arch` is what a checkpoint's config.json would say, e.g. `zero_cond_t=True`.
     """
     from sglang.multimodal_gen.configs.models.dits.qwenimage import QwenImageArchConfig, QwenImageDitConfig
-    from sglang.multimodal_gen.runtime.layers.quantization.fp8 import Fp8Config
     from sglang.multimodal_gen.runtime.models.dits.qwen_image import QwenImageTransformer2DModel
 
-    start_runtime()
     architecture = QwenImageArchConfig(num_layers=layers, num_attention_heads=heads)
     for name, value in ({"joint_attention_dim": 128, "out_channels": 16, "patch_size": 2} | arch).items():
         setattr(architecture, name, value)  # as the loader does: not every name is a declared field
-    config = QwenImageDitConfig(arch_config=architecture)
+    return build_denoiser(
+        QwenImageTransformer2DModel,
+        QwenImageDitConfig(arch_config=architecture),
+        dtype=dtype,
+        seed=seed,
+        not_quantized=not_quantized if fp8 else None,
+        device=device,
+    )
+
+
+def build_denoiser(
+    model_class: type[nn.Module],
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    not_quantized: tuple[str, ...] | None,
+    device: str,
+) -> nn.Module:
+    """A denoiser of SGLang's, its weights drawn from `seed`, ready to run; `not_quantized` None: nothing in FP8."""
+    from sglang.multimodal_gen.runtime.layers.quantization.fp8 import Fp8Config
+
+    start_runtime()
     quant_config = None
-    if fp8:
+    if not_quantized is not None:
         quant_config = Fp8Config(
             is_checkpoint_fp8_serialized=True,
             activation_scheme="dynamic",
@@ -89,7 +109,7 @@ def build_qwen_image(
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model: Any = QwenImageTransformer2DModel(config, {}, quant_config=quant_config)
+            model: Any = model_class(config, {}, quant_config=quant_config)
     finally:
         torch.set_default_dtype(previous_dtype)
     _fill(model, seed)

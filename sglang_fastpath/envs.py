@@ -20,6 +20,8 @@ GUARD = f"{PREFIX}_GUARD"
 STRICT = f"{PREFIX}_STRICT"
 EMULATE = f"{PREFIX}_EMULATE"
 STATUS_DIR = f"{PREFIX}_STATUS_DIR"
+GRAPHS = f"{PREFIX}_GRAPHS"
+GRAPH_BYTES = f"{PREFIX}_GRAPH_BYTES"
 
 
 class ConfigurationError(ValueError):
@@ -43,6 +45,10 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(PARITY, "bitwise, ulp", "bitwise", "whether features that are not bit-exact may run"),
     Variable(GUARD, "once, sample:N, always, off", "once", "how often a fast path is checked against stock"),
     Variable(STRICT, "0, 1", "0", "1: refuse to start if a feature that is not switched off cannot run"),
+    Variable(
+        GRAPHS, "a number from 1", "8", "how many captured passes step_graph keeps; the least recently used goes"
+    ),
+    Variable(GRAPH_BYTES, "bytes", str(8 << 30), "the most device memory that step_graph's graphs may hold together"),
     Variable(EMULATE, "0, 1", "0", "1: emulate the FP8 linear in torch, on a machine without a GPU"),
     Variable(STATUS_DIR, "a folder", "", "where processes write their status; default: the user's state folder"),
 )
@@ -61,6 +67,8 @@ class Settings:
     strict: bool = False
     emulate: bool = False
     status_dir: Path = Path()
+    graphs: int = 8
+    graph_bytes: int = 8 << 30
 
     def off_because(self, feature_id: str) -> str | None:
         """Which setting switches the feature off, or None if none does."""
@@ -101,6 +109,8 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
         strict=_flag(environ, STRICT, default=False),
         emulate=_flag(environ, EMULATE, default=False),
         status_dir=Path(status_dir) if status_dir else _state_folder(environ) / "status",
+        graphs=_number(environ, GRAPHS, least=1),
+        graph_bytes=_number(environ, GRAPH_BYTES, least=0),
     )
 
 
@@ -118,6 +128,14 @@ def _choice(environ: Mapping[str, str], name: str, values: tuple[str, ...], defa
     if value not in values:
         raise ConfigurationError(f"{name}={value!r} is not one of {', '.join(values)}.")
     return value
+
+
+def _number(environ: Mapping[str, str], name: str, *, least: int) -> int:
+    default = next(variable.default for variable in VARIABLES if variable.name == name)
+    value = environ.get(name, "") or default
+    if not (value.isascii() and value.isdigit()) or int(value) < least:
+        raise ConfigurationError(f"{name}={value!r} is not a whole number from {least}.")
+    return int(value)
 
 
 def _guard_policy(environ: Mapping[str, str]) -> str:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 _QWEN_IMAGE = "sglang.multimodal_gen.runtime.models.dits.qwen_image"
+_FLUX2 = "sglang.multimodal_gen.runtime.models.dits.flux_2"
 _DENOISING = "sglang.multimodal_gen.runtime.pipelines_core.stages.denoising"
 _LINEAR = "sglang.multimodal_gen.runtime.layers.linear"
 _DIFFUSION_FP8 = "sglang.multimodal_gen.runtime.layers.quantization.fp8"
 _FP8_LINEAR = "sglang.srt.layers.quantization.fp8_utils"
+_ATTENTION = "sglang.multimodal_gen.runtime.layers.attention"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Feature:
     def env(self) -> str:
         """The environment variable that switches this feature: 0 or 1."""
         return f"SGLANG_FASTPATH_{self.id.upper()}"
+
+    @property
+    def needs_a_gpu(self) -> bool:
+        """Whether it is off where SGLANG_FASTPATH_EMULATE stands in for a GPU's arithmetic."""
+        return "gpu" in self.needs
 
     @property
     def contract(self) -> tuple[str, ...]:
@@ -125,6 +132,43 @@ CATALOGUE: tuple[Feature, ...] = (
         "bias_fold",
         "biases are added by the kernel that reads the GEMM's output anyway",
         "Stock adds every linear's bias in a kernel of its own: 20 of 112 ms a pass on an H200.",
+    ),
+    Feature(
+        id="step_graph",
+        title="Qwen-Image, FLUX.2: a whole pass, captured in a CUDA graph at its second call, is one launch",
+        path="diffusion",
+        patch="sglang_fastpath.patches.diffusion.step_graph",
+        sites=(
+            f"{_DENOISING}:DenoisingStage._run_denoising_step",
+            f"{_LINEAR}:ReplicatedLinear.forward",
+            f"{_QWEN_IMAGE}:QwenImageTransformer2DModel.forward",
+            f"{_FLUX2}:Flux2Transformer2DModel.forward",
+        ),
+        relies_on=(
+            f"{_FLUX2}:Flux2TransformerBlock.forward",
+            f"{_FLUX2}:Flux2SingleTransformerBlock.forward",
+            f"{_FLUX2}:Flux2Attention.forward",
+            f"{_FLUX2}:Flux2ParallelSelfAttention.forward",
+            f"{_FLUX2}:Flux2Modulation.forward",
+            f"{_FLUX2}:Flux2TimestepGuidanceEmbeddings.forward",
+            f"{_QWEN_IMAGE}:QwenImageTransformer2DModel.build_modulate_index",
+            f"{_QWEN_IMAGE}:QwenImageTransformerBlock.__init__",
+            f"{_QWEN_IMAGE}:QwenImageTransformerBlock.forward",
+            f"{_QWEN_IMAGE}:QwenImageTransformerBlock._modulate",
+            f"{_QWEN_IMAGE}:QwenImageCrossAttention.forward",
+            f"{_QWEN_IMAGE}:QwenTimestepProjEmbeddings.forward",
+            f"{_ATTENTION}.layer:USPAttention.forward",
+            f"{_ATTENTION}.backends.flash_attn:FlashAttentionImpl.forward",
+            f"{_ATTENTION}.backends.sdpa:SDPAImpl.forward",
+            f"{_DENOISING}:DenoisingStage._predict_noise_with_cfg",
+            f"{_DENOISING}:DenoisingStage._predict_noise",
+        ),
+        parity="bitwise",
+        needs=("gpu",),
+        native_since=None,
+        why="An eager pass launches thousands of kernels, and on many hosts the GPU waits for them. SGLang's own "
+        "breakable graphs need every resolution named at start-up and leave attention outside.",
+        removal="when SGLang captures whole passes, attention included, without being told the resolutions",
     ),
 )
 

@@ -280,6 +280,8 @@ class Guard:
         # What `run` may hand to the fast path without looking further: nothing if calls are to be rechecked.
         self._trusted = {} if self._recheck_every else self._admitted
         self._unchecked: Counter[str] = Counter()
+        self.checks = 0
+        """How often both paths ran. A call that left it alone ran what it will run the next time."""
 
         # While Dynamo traces, a plain `+= 1` would become part of the graph, and a guard on the old value
         # would recompile it on every call. A function marked constant really runs, once per trace.
@@ -314,10 +316,23 @@ class Guard:
             return fast()
         return self._run_watched(key, fast, stock)
 
+    @property
+    def failures(self) -> int:
+        """How many signatures were sent to stock for good: whoever captured a fast path in a graph watches it."""
+        return len(self._banned)
+
     def verdict(self, feature: str, signature: Hashable) -> Verdict | None:
         """What is known of one signature; None before its first check, or if no check gave a verdict."""
         known = self._signatures.get((feature, signature))
         return known.verdict if known else None
+
+    def withdraw(self, feature: str, signature: Hashable) -> None:
+        """Takes back an admission, so that the next call is checked: the fast path is another one now."""
+        key = (feature, signature)
+        with self._lock:
+            if key not in self._banned:
+                self._signatures.pop(key, None)
+                self._admitted.pop(key, None)
 
     @property
     def verdicts(self) -> list[dict[str, Any]]:
@@ -371,6 +386,7 @@ class Guard:
                 due = self._recheck_every > 0 and known.admitted_calls % self._recheck_every == 0
             if due and not capturing:
                 known.checks += 1
+                self.checks += 1
             number = known.checks
             admitted = known.verdict is Verdict.ADMITTED
         if due and not capturing:

@@ -2,9 +2,12 @@
 
 SGLang's `HookRegistry` is read but not used to apply: it cannot undo, it logs a failure and goes on, and once it
 has patched a target it ignores every later hook on it, so a feature applied through it would shut other plugins
-out. A replacement set directly composes both ways: a hook that another plugin registers later wraps ours.
+out. A replacement set directly composes both ways: a hook that another plugin registers later wraps ours. Patches of
+this plugin compose, too: on a site that two features share, the later one wraps the earlier one, and patches are
+reverted in the opposite order.
 """
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -18,9 +21,13 @@ from sglang_fastpath import contracts
 
 logger = logging.getLogger("sglang_fastpath")
 
+# What is in place now, by the identity of the object that took the original's place.
+_replacements: dict[int, "Replacement"] = {}
+
 # Builds the replacement from the original; both are plain functions (a static method's underlying function).
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+_PACKAGE = __name__.partition(".")[0]
 _REGISTRIES = (
     "sglang.srt.plugins.hook_registry",
     "sglang.multimodal_gen.runtime.platforms.plugins",
@@ -36,14 +43,26 @@ class Replacement:
     name: str
     original: Any
     replacement: Any
+    beneath: "Replacement | None" = None
+    """The replacement of this plugin that was there, if it was one: it may be reverted on its own."""
+    reverted: bool = False
+
+    def live(self) -> Any:
+        """What a call must reach here now: ours, or what was there before."""
+        if not self.reverted:
+            return self.replacement
+        return self.beneath.live() if self.beneath else self.original
 
     def revert(self) -> None:
         """Puts the original object back everywhere, unless somebody else has replaced ours since."""
+        self.reverted = True
+        _replacements.pop(id(self.replacement), None)
+        original = self.live()
         if isinstance(self.owner, ModuleType):
             for module, name in _importers(self.replacement, self.owner):
-                setattr(module, name, self.original)
+                setattr(module, name, original)
         if vars(self.owner).get(self.name) is self.replacement:
-            setattr(self.owner, self.name, self.original)
+            setattr(self.owner, self.name, original)
 
     def lost_to(self) -> str | None:
         """Why calls no longer reach our replacement, or None if they do."""
@@ -129,7 +148,9 @@ class Patch:
         if name not in vars(owner):
             raise AttributeError(f"{owner!r} defines no {name!r}")
         original = vars(owner)[name]
-        foreign = contracts.is_stock(target) if stock_only else None
+        foreign = (
+            contracts.is_stock(target) if stock_only and not _is_ours_on_stock(original, module, qualname) else None
+        )
         if foreign and (replacing := _replacing_plugin(target)):
             self._lose(f"{target} {foreign} ({replacing})")
             return
@@ -137,14 +158,29 @@ class Patch:
             self._lose(f"{target} {foreign}")
             return
         static = isinstance(original, staticmethod)
-        wrapped: Any = wrap(original.__func__ if static else original)
+        beneath = _replacements.get(id(original))
+        inner = original.__func__ if static else original
+        wrapped: Any = wrap(_through(beneath, inner) if beneath else inner)
         replacement = staticmethod(wrapped) if static else wrapped
         # A name that this module itself imported is replaced here alone, one that it defines wherever it is copied.
         if owner is module and getattr(original, "__module__", None) == module.__name__:
             for importer, attribute in _importers(original, module):
                 setattr(importer, attribute, replacement)
         setattr(owner, name, replacement)
-        self.replacements.append(Replacement(target, owner, name, original, replacement))
+        mine = Replacement(target, owner, name, original, replacement, beneath)
+        self.replacements.append(mine)
+        _replacements[id(replacement)] = mine
+
+
+def _through(beneath: Replacement, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls what is live beneath: a feature that shares a site may be reverted while this one stays."""
+
+    @functools.wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        live = beneath.live()
+        return (live.__func__ if isinstance(live, staticmethod) else live)(*args, **kwargs)
+
+    return call
 
 
 def _importers(original: Any, owner: ModuleType) -> Iterator[tuple[ModuleType, str]]:
@@ -181,8 +217,27 @@ def _replacing_plugin(target: str) -> str | None:
 def _is_stock_beneath(function: Any, module: ModuleType, qualname: str) -> bool:
     """Whether the innermost function that the wrappers end in is the one that the module's file defines."""
     *_, innermost = _layers(function)
-    code = getattr(innermost, "__code__", None)
+    return _is_stock_itself(innermost, module, qualname)
+
+
+def _is_stock_itself(function: Any, module: ModuleType, qualname: str) -> bool:
+    code = getattr(function, "__code__", None)
     return code is not None and code.co_filename == module.__file__ and code.co_qualname == qualname
+
+
+def _is_ours_on_stock(function: Any, module: ModuleType, qualname: str) -> bool:
+    """Whether only wrappers of this plugin lie on what the module's file defines: features share a site."""
+    inner = function.__func__ if isinstance(function, staticmethod) else function
+    return beneath_ours(inner) is not inner and _is_stock_itself(beneath_ours(inner), module, qualname)
+
+
+def beneath_ours(function: Any) -> Any:
+    """The function that this plugin's wrappers lie on; itself, if none does."""
+    while getattr(function, "__globals__", {}).get("__name__", "").startswith(f"{_PACKAGE}."):
+        if not hasattr(function, "__wrapped__"):
+            break
+        function = function.__wrapped__
+    return function
 
 
 def _describe(function: Any) -> str:

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from sglang_fastpath import contracts
 from sglang_fastpath.environment import REQUIREMENTS, Environment, detect
-from sglang_fastpath.envs import Settings
+from sglang_fastpath.envs import EMULATE, Settings
 from sglang_fastpath.features import CATALOGUE, Feature
 from sglang_fastpath.guard import Guard, GuardPolicy, Verdict, tensor_parallel_agreement
 
@@ -162,11 +162,14 @@ def _decide(
         return State.UNSUPPORTED, "SGLang is not installed here"
     if contracts.is_recorded(release) and _is_native(feature, release.version):
         return State.NATIVE, f"stock does it since {feature.native_since}"
-    unmet = [why for need in feature.needs if (why := REQUIREMENTS[need](environment))]
+    needs = [] if environment.emulated and feature.needs_a_gpu else feature.needs
+    unmet = [why for need in needs if (why := REQUIREMENTS[need](environment))]
     if unmet:
         return State.UNSUPPORTED, "; ".join(unmet)
     if drift := contracts.check(feature.contract, release):
         return State.DRIFTED, str(drift)
+    if feature.needs_a_gpu and environment.emulated and not environment.gpu:
+        return State.OFF, f"{EMULATE}=1 emulates arithmetic, not a GPU"
     return State.ACTIVE, ""
 
 

@@ -1,5 +1,6 @@
 """The console script: what it prints, and when it exits with 1."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -8,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from sglang_fastpath.patches.diffusion import fp8_cpu_emulation
 from typer.testing import CliRunner
 
-from sglang_fastpath import __version__, contracts, doctor, envs
+from sglang_fastpath import __version__, benchmark, cli, contracts, doctor, envs
 from sglang_fastpath.cli import app
+from sglang_fastpath.denoisers import start_runtime
 from sglang_fastpath.features import CATALOGUE
 from sglang_fastpath.plan import make_plan
 from sglang_fastpath.status import StatusWriter
@@ -53,7 +56,8 @@ def test_doctor_is_content_with_this_installation_once_the_fp8_linear_is_emulate
     monkeypatch.setenv(envs.EMULATE, "1")
     found = {entry["topic"]: entry for entry in json.loads(run("doctor", "--json").stdout)}
     assert found["release"]["text"].startswith("0.5.17 at ")
-    assert {found[feature.id]["text"] for feature in CATALOGUE} == {"active"}
+    assert {found[feature.id]["text"] for feature in CATALOGUE if not feature.needs_a_gpu} == {"active"}
+    assert found["step_graph"]["text"].startswith("off (")
     assert found["needs block_fp8_kernels"]["text"] == "met"
     assert "cfg_mod_cache" in run("doctor").stdout
 
@@ -144,3 +148,52 @@ def test_quantize_errors_are_one_line_without_a_traceback(tmp_path: Path) -> Non
     assert result.exit_code == 1
     assert "nothing" in str(result.exception) + result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--variants", "fast"], ["--variants fast", "--graph"]),
+        (["--graph", "--variants", "fast,stock+graf"], ["'stock+graf'", "stock+graph"]),
+        (["--model", "flux"], ["'flux'", "qwen-image"]),
+    ],
+)
+def test_bench_denoiser_refuses_what_it_does_not_know(arguments: list[str], words: list[str]) -> None:
+    result = CliRunner().invoke(app, ["bench", "denoiser", *arguments])
+    assert result.exit_code == 1
+    assert all(word in str(result.exception) for word in words)
+
+
+@pytest.mark.parametrize(("graph", "equal"), [(True, False), (False, True)])
+def test_bench_denoiser_writes_its_result_and_exits_with_1_unless_the_bytes_are_stocks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, graph: bool, equal: bool
+) -> None:
+    """On a tiny denoiser and the CPU, where no variant can be made to differ: the verdict is handed in."""
+    start_runtime()
+    revert = fp8_cpu_emulation.apply()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # those that wait for each other take longer than the denoiser
+    tiny = {"image_hw": (4, 4), "device": "cpu"}
+    build, arch = benchmark.MODELS["qwen-image"]
+    monkeypatch.setitem(benchmark.MODELS, "qwen-image", (build, arch | {"heads": 2, "joint_attention_dim": 128}))
+    monkeypatch.setattr(benchmark, "Workload", functools.partial(benchmark.Workload, **tiny))
+    monkeypatch.setattr(cli, "_require_gpu", lambda: None)
+    if not equal:
+        monkeypatch.setattr(benchmark, "compare", lambda fast, stock: "a difference")
+    output = tmp_path / "results" / "result.json"
+    brief = ["--layers", "1", "--text-tokens", "7", "--steps", "2", "--rounds", "1", "--sustained-steps", "1"]
+    which = ["--graph", "--variants", "fast"] if graph else ["--no-ablation"]
+    try:
+        result = run(
+            *("bench", "denoiser", *brief, *which, "--attention", "torch_sdpa", "--output", str(output)),
+            expect=0 if equal else 1,
+        )
+    finally:
+        revert()
+        torch.set_num_threads(threads)
+    document = json.loads(output.read_text())
+    assert json.loads(result.stdout) == document
+    assert (document["model"], document["attention"], document["arch"]["layers"]) == ("qwen-image", "torch_sdpa", 1)
+    assert document["command"].startswith("sglang-fastpath ")
+    measured = document["variants"] if graph else document
+    assert measured["stock"]["pass_ms"] > 0 and measured["fast"]["sustained_ms"] > 0

@@ -5,13 +5,14 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_fastpath import contracts, envs
+from sglang_fastpath import contracts, environment, envs
 from sglang_fastpath.features import CATALOGUE
 from sglang_fastpath.kernel_benchmark import Measured, Timed
 from sglang_fastpath.plan import State, make_plan
@@ -44,7 +45,8 @@ def results(tmp_path: Path, generator: dict[str, Any]) -> Callable[..., dict[str
         for name, document in documents.items():
             (folder / f"{name}.json").write_text(json.dumps(document))
         generator["results"].__globals__["ROOT"] = tmp_path
-        return {name: generator[name]() for name in ("results", "ablation", "kernels")}
+        made = ("results", "measured", "graph", "measured-graph", "ablation", "kernels")
+        return {name: generator["GENERATED"][name]() for name in made}
 
     return make
 
@@ -84,7 +86,7 @@ def test_both_benchmarks_find_their_own_results(results: Callable[..., dict[str,
     made = results(**{"qwen-image": denoiser, "kernels": kernel_result(norm_quant=True, act_quant=False)})
     _, stock, fast = cells(made["results"])
     assert "(../benchmarks/results/nvidia-h200/qwen-image.json)" in stock[0]
-    assert [row[7] for row in (stock, fast)] == [f"{denoiser[name]['floor_ms']:.1f}" for name in ("stock", "fast")]
+    assert [row[8] for row in (stock, fast)] == [f"{denoiser[name]['floor_ms']:.1f}" for name in ("stock", "fast")]
     assert cells(made["kernels"]) == [
         ["kernel", "MB", "us", "GB/s", "% of copy", "stock us", "speedup", "bitwise equal"],
         ["`norm_quant`", "40.0", "20.0", "2,000", "48", "50.0", "2.50", "yes"],
@@ -99,6 +101,102 @@ def test_without_kernel_results_the_document_says_so(results: Callable[..., dict
     made = results(**{"qwen-image": json.loads(DENOISER_RESULT.read_text())})
     assert made["kernels"] == "Not measured yet."
     assert len(cells(made["results"])) == 3
+
+
+def test_the_sustained_time_is_shown_beside_the_wall_where_a_file_has_it(
+    results: Callable[..., dict[str, str]],
+) -> None:
+    old = json.loads(DENOISER_RESULT.read_text())
+    for name in ("stock", "fast"):
+        old[name].pop("sustained_ms", None)
+    new = json.loads(json.dumps(old))
+    new["stock"]["sustained_ms"], new["fast"]["sustained_ms"] = 170.04, 88.66
+    made = results(new=new, old=old)
+    header, *rows = cells(made["results"])
+    assert header[5:7] == ["wall ms a pass", "sustained ms"]
+    assert [row[6] for row in rows] == ["170.0", "88.7", "-", "-"]
+    header, *rows = cells(made["measured"])
+    assert header[2:4] == ["wall ms a pass", "sustained ms"]
+    assert [row[3] for row in rows] == ["170.0 -> 88.7", "-"]
+
+
+def graph_result(**variants: dict[str, Any]) -> dict[str, Any]:
+    """A document as `bench denoiser --graph` writes it."""
+    return {
+        "model": "qwen-image",
+        "sglang": "0.5.17",
+        "gpu": "NVIDIA H200",
+        "attention": "fa",
+        "bitwise_equal": True,
+        "floor_ms": 68.05,
+        "variants": {name.replace("_", "+"): entry for name, entry in variants.items()},
+        "features": {},
+    }
+
+
+def timed(ms: float, *, bitwise_equal: bool = True, **more: Any) -> dict[str, Any]:
+    times = {"pass_ms": ms, "min_ms": ms - 1, "max_ms": ms + 1, "sustained_ms": ms + 10, "host_ms": ms / 100}
+    counts = {"launches": 2, "kernels": 3275, "kernel_ms": ms - 2, "sustained_sm_mhz": 1590, "sustained_watts": 700}
+    return times | counts | {"bitwise_equal": bitwise_equal} | more
+
+
+def test_graphs_are_compared_with_stock_eager_and_with_the_best_of_stock(
+    results: Callable[..., dict[str, str]],
+) -> None:
+    document = graph_result(
+        stock=timed(300.0, launches=None, sustained_watts=None),
+        stock_compile={"failed": "VariantError: `a` | b"},
+        stock_bcg=timed(150.0, bitwise_equal=False, setup="for this length"),
+        stock_graph=timed(120.0),
+        fast=timed(100.0),
+        fast_graph=timed(80.0, peak_reserved_gib=26.04),
+    )
+    made = results(**{"qwen-image-graph": document, "qwen-image": json.loads(DENOISER_RESULT.read_text())})
+    header, *rows = cells(made["graph"])
+    shown = {row[0].strip("`"): dict(zip(header, row, strict=True)) for row in rows}
+    assert list(shown) == list(document["variants"])
+    faster = {name: (row["times stock eager"], row["times best stock variant"]) for name, row in shown.items()}
+    assert faster == {
+        "stock": ("1.00", "0.40"),
+        "stock+compile": ("-", "-"),
+        "stock+bcg": ("2.00", "0.80"),
+        "stock+graph": ("2.50", "1.00"),
+        "fast": ("3.00", "1.20"),
+        "fast+graph": ("3.75", "1.50"),
+    }
+    assert [row["bitwise equal"] for row in shown.values()] == ["yes", "failed", "NO", "yes", "yes", "yes"]
+    assert shown["stock"]["launches"] == shown["stock"]["sustained W"] == shown["stock"]["peak GiB"] == "-"
+    assert shown["fast+graph"]["wall ms a pass"] == "80.0 (79.0 to 81.0)"
+    assert shown["fast+graph"]["peak GiB"] == "26.0"
+    assert shown["fast+graph"]["kernels"] == "3,275"
+    remarks = [line for line in made["graph"].splitlines() if line.startswith("- ")]
+    assert remarks == [
+        "- `fast+graph` is 1.50 times as fast as the best stock variant, `stock+graph` (1.44 times sustained).",
+        "- `stock+bcg`: for this length.",
+        "- `stock+compile` failed: `VariantError: 'a' | b`.",
+    ]
+    assert "(../benchmarks/results/nvidia-h200/qwen-image-graph.json)" in made["graph"].splitlines()[0]
+
+    assert "(benchmarks/results/nvidia-h200/qwen-image-graph.json)" in made["measured-graph"].splitlines()[0]
+    header, *rows = cells(made["measured-graph"])
+    assert [row[-3:-1] for row in rows] == [list(times) for times in faster.values()]
+    assert remarks[0] in made["measured-graph"].splitlines()
+    assert len(cells(made["results"])) == 3, "each kind of file has its own table"
+
+
+def test_a_graph_result_in_which_everything_failed_has_a_table(results: Callable[..., dict[str, str]]) -> None:
+    nothing = {"failed": "OutOfMemoryError: why"}
+    document = graph_result(stock=nothing, fast_graph=nothing) | {"floor_ms": None, "bitwise_equal": False}
+    made = results(graph=document)
+    for name in ("graph", "measured-graph"):
+        _, *rows = cells(made[name])
+        assert [row[-3:] for row in rows] == [["-", "-", "failed"]] * 2
+        assert "best stock variant, " not in made[name]
+
+
+def test_without_graph_results_the_documents_say_so(results: Callable[..., dict[str, str]]) -> None:
+    made = results(**{"qwen-image": json.loads(DENOISER_RESULT.read_text())})
+    assert made["graph"] == made["measured-graph"] == "Not measured yet."
 
 
 def test_the_ablation_is_of_the_files_that_have_one(results: Callable[..., dict[str, str]]) -> None:
@@ -133,7 +231,8 @@ def test_each_release_is_in_one_column_that_says_what_the_plan_says(generator: d
     assert all(one != other for one, other in pairwise(columns)), "a column could be merged"
     installed = contracts.installed_release()
     assert installed
-    planned = make_plan(envs.Settings(enabled=True, emulate=True), installed)
+    settings = envs.Settings(enabled=True, emulate=True)
+    planned = make_plan(settings, installed, replace(environment.detect(), gpu="NVIDIA H200", sm=90))
     (column,) = (column for column, span in zip(columns, covered, strict=True) if installed.version in span)
     assert list(column) == [record.state for record in planned.records.values()]
     assert State.NATIVE in columns[-1]

@@ -25,13 +25,14 @@ ACTIVE = ["active", ""]
 NATIVE = ["native", "stock does it since 0.5.19"]
 NO_GPU = ["unsupported", "no NVIDIA GPU: torch.cuda.is_available() is False"]
 BLOCK = tuple(feature.id for feature in CATALOGUE if feature.patch.endswith(".qwen_image_block"))
+EMULATED_GPU = ["off", "SGLANG_FASTPATH_EMULATE=1 emulates arithmetic, not a GPU"]
 # With the FP8 linear emulated.
 STATES = {
-    "0.5.11": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE)},
-    "0.5.17": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE)},
-    "0.5.19": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE)},
-    "0.5.21": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE)},
-    "0.5.23": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE)},
+    "0.5.11": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
+    "0.5.17": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
+    "0.5.19": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
+    "0.5.21": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
+    "0.5.23": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
 }
 # What must serve every block of the denoiser in block FP8. 0.5.11 leaves its QKV and MLP linears in bf16; from 0.5.21
 # on a CPU stock rotates q and k by complex tables, which only GPUs spare it.
@@ -52,7 +53,7 @@ PROCESS_TARGETS = {f"{LAUNCHER}:run_scheduler_process", f"{LAUNCHER}:_run_disagg
 SEAMS = {READINESS, f"{CLIENT}.initialize", f"{CLIENT}.forward"}
 SEAMS_UNTIL_0_5_20 = SEAMS | PROCESS_TARGETS
 
-# In the contract of cfg_mod_cache alone.
+# In the contracts of cfg_mod_cache and step_graph alone.
 ALTERED = "sglang.multimodal_gen.runtime.models.dits.qwen_image:QwenTimestepProjEmbeddings.forward"
 ALTERED_0_5_17, UNRECORDED_0_5_24, NOT_ASKED_0_5_17 = "altered 0.5.17", "0.5.24", "0.5.17, not asked for"
 NOT_EMULATED_0_5_17 = "0.5.17, not emulated"
@@ -209,7 +210,7 @@ def test_nothing_else_of_sglang_changes_and_all_of_it_comes_back(
 
 def test_without_gpu_and_emulation_the_fused_block_is_unsupported(probed: Callable[[str], Report]) -> None:
     report = probed(NOT_EMULATED_0_5_17)
-    states = {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, NO_GPU)}
+    states = {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, NO_GPU), "step_graph": NO_GPU}
     assert report["states"] == report["worker"]["states"] == states
     assert set(report["changed"]) == active_sites(states) | SEAMS_UNTIL_0_5_20
     assert report["plugged"] == report["stock"]
@@ -218,11 +219,12 @@ def test_without_gpu_and_emulation_the_fused_block_is_unsupported(probed: Callab
 
 
 def test_a_changed_function_is_a_drift_that_names_it(probed: Callable[[str], Report]) -> None:
-    """For the feature that relies on it, and for no other."""
+    """For the features that rely on it, and for no other."""
     report = probed(ALTERED_0_5_17)
     assert report["release"][0] == "0.5.17"
-    state, reason = report["states"]["cfg_mod_cache"]
-    assert state == "drifted" and reason.startswith(f"{ALTERED} is changed in this copy of SGLang 0.5.17")
+    for id in ("cfg_mod_cache", "step_graph"):
+        state, reason = report["states"][id]
+        assert state == "drifted" and reason.startswith(f"{ALTERED} is changed in this copy of SGLang 0.5.17")
     assert {id: state for id, state in report["states"].items() if state == ACTIVE} == dict.fromkeys(BLOCK, ACTIVE)
     assert report["worker"]["states"] == report["states"]
     assert set(report["worker"]["replaced"]) == active_sites(report["states"])

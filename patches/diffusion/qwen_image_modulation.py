@@ -21,7 +21,7 @@ A modulation linear that is wrapped (LoRA), hooked or otherwise not SGLang's own
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -224,22 +224,31 @@ class ModulationCache:
         recording = step.get(denoiser)
         if recording is None or not recording.key.matches(key):
             recording = step[denoiser] = _Recording(key, {})
-        recording.layers = dict(self._plain_linears(denoiser))
+        # Looked up anew each pass: LoRA comes and goes.
+        recording.layers = modulation_linears(denoiser, self._record.fall_back)
         return recording
 
-    def _plain_linears(self, denoiser: Any) -> Iterator[tuple[nn.Module, str]]:
-        """The modulation linears that are SGLang's own, looked up anew each pass: LoRA comes and goes."""
-        from sglang.multimodal_gen.runtime.layers.linear import ReplicatedLinear
 
-        for index, block in enumerate(denoiser.transformer_blocks):
-            for name in ("img_mod", "txt_mod"):
-                linear = block._modules[name]._modules["1"]  # block.img_mod[1] without its look-ups
-                if type(linear) is not ReplicatedLinear:
-                    self._record.fall_back(f"the modulation linear is a {type(linear).__name__}")
-                elif linear._forward_hooks or linear._forward_pre_hooks:
-                    self._record.fall_back("the modulation linear has hooks")
-                else:
-                    yield linear, f"transformer_blocks.{index}.{name}"
+def modulation_linears(denoiser: Any, refused: Callable[[str], None] = lambda why: None) -> dict[nn.Module, str]:
+    """A denoiser's modulation linears that are SGLang's own, with their names; `refused` hears why others are not.
+
+    Empty for a denoiser whose blocks have no modulation of their own.
+    """
+    from sglang.multimodal_gen.runtime.layers.linear import ReplicatedLinear
+
+    linears: dict[nn.Module, str] = {}
+    for index, block in enumerate(denoiser._modules.get("transformer_blocks", ())):
+        for name in ("img_mod", "txt_mod"):
+            if name not in block._modules:
+                return {}
+            linear = block._modules[name]._modules["1"]  # block.img_mod[1] without its look-ups
+            if type(linear) is not ReplicatedLinear:
+                refused(f"the modulation linear is a {type(linear).__name__}")
+            elif linear._forward_hooks or linear._forward_pre_hooks:
+                refused("the modulation linear has hooks")
+            else:
+                linears[linear] = f"transformer_blocks.{index}.{name}"
+    return linears
 
 
 def _is_capturing() -> bool:

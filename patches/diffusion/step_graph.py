@@ -1,0 +1,503 @@
+"""`step_graph`: a denoiser's whole pass as one CUDA graph, captured while serving and replayed from then on.
+
+The first call of a signature runs eagerly. If nothing had to be checked in it (no other feature's guard is still at
+work), the second one captures the pass, attention included, and the guard compares the graph's first replay with the
+eager pass. From the third call on, the pass is one launch.
+
+What keeps it right:
+
+- Every tensor argument is copied into a buffer of the graph's own, every plain value is part of the signature, and
+  an argument that is neither sends the call to eager. So do a text mask, whose lengths stock reads on the host,
+  attention metadata, and attention backends that look at more than shapes.
+- Results are copied out of the graph's memory, because the two guidance passes of a step share it.
+- `ModelState` looks at weights, modules and LoRA once a step, hooks at every pass; a change drops the graphs.
+- A signature that the guard sends to stock, in any feature, drops all graphs: one may have captured its fast path.
+- More than one rank, offload, torch.compile, stock's breakable graphs and TeaCache are left to stock.
+
+The second guidance pass of a step must not compute the modulation again. Under `cfg_mod_cache` (or where stock does
+the same by itself) a pass is captured in two forms: one computes every block's modulation and leaves it in a table,
+one reads it there. A table belongs to the step and the timestep tensor that it was filled for.
+"""
+
+import functools
+import hashlib
+import inspect
+import logging
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from sglang_fastpath.patches.diffusion.call_signature import FlatCall, Ineligible, flatten
+from sglang_fastpath.patches.diffusion.graph_recorder import CudaGraphRecorder, Recorder
+from sglang_fastpath.patches.diffusion.graph_store import CapturedPass, GraphStore, TooLarge
+from sglang_fastpath.patches.diffusion.model_state import ModelState
+from sglang_fastpath.patches.diffusion.qwen_image_modulation import modulation_linears
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+
+from sglang_fastpath.guard import Verdict
+from sglang_fastpath.plan import FeatureRecord, Plan, State
+
+logger = logging.getLogger("sglang_fastpath")
+
+_REUSE = "cfg_mod_cache"
+# Signatures remembered as having been called; each is a few hundred bytes.
+_MOST_SEEN = 4096
+# Global arguments under which something else moves the weights, splits the pass or compiles it.
+_SERVER_ARGS = {
+    "dit_layerwise_offload": "layerwise offload",
+    "dit_cpu_offload": "CPU offload of the denoiser",
+    "use_fsdp_inference": "FSDP",
+    "enable_torch_compile": "torch.compile",
+    "enable_breakable_cuda_graph": "SGLang's own breakable CUDA graphs",
+    "enable_cfg_parallel": "CFG parallelism",
+}
+_SKIP_SOFTMAX = "sglang.multimodal_gen.runtime.layers.attention.backends.skip_softmax"
+
+
+def wraps(records: Mapping[str, FeatureRecord], plan: Plan) -> dict[str, Callable[..., Any]]:
+    """The replacement of each of the feature's sites, by target."""
+    (record,) = records.values()
+    graphs = plan.kept(__name__, lambda: StepGraphs(record, plan, CudaGraphRecorder()))
+    run_denoising_step, linear_forward, *denoiser_forwards = record.feature.sites
+    return {
+        run_denoising_step: graphs.wrap_step,
+        linear_forward: graphs.wrap_linear,
+        **dict.fromkeys(denoiser_forwards, graphs.wrap_pass),
+    }
+
+
+# The model's number, the arguments' signature, the modes, and whether the modulation is read from the table.
+_Key = tuple[int, Hashable, Hashable, bool]
+
+
+class _Source(NamedTuple):
+    """What a modulation was computed from: the very tensors, in what state, in which step and modes."""
+
+    step: object
+    tensors: tuple[Tensor, ...]
+    states: tuple[tuple[int | None, int], ...]
+    modes: Hashable
+
+    def matches(self, other: "_Source | None") -> bool:
+        if other is None or self.step is not other.step or len(self.tensors) != len(other.tensors):
+            return False
+        same = all(a is b for a, b in zip(self.tensors, other.tensors, strict=True))
+        return same and (self.states, self.modes) == (other.states, other.modes)
+
+
+@dataclass
+class _Table:
+    """The modulation of every block at fixed addresses: what one graph writes and another reads.
+
+    `buffers` is made when an eager pass has shown the outputs' shapes. `source` says what they hold now.
+    """
+
+    linears: dict[nn.Module, str]
+    observed: dict[nn.Module, Tensor] = field(default_factory=dict)
+    buffers: dict[nn.Module, Tensor] = field(default_factory=dict)
+    source: _Source | None = None
+
+    def make_buffers(self) -> bool:
+        """True once there is a buffer for every linear."""
+        if not self.buffers and len(self.observed) == len(self.linears):
+            with torch.inference_mode(False):
+                self.buffers = {
+                    linear: torch.empty(output.shape, dtype=output.dtype, device=output.device)
+                    for linear, output in self.observed.items()
+                }
+        self.observed.clear()
+        return bool(self.buffers)
+
+
+@dataclass
+class _LinearMode:
+    """What the modulation linears do while a pass runs: `observe` shapes, `write` to a table or `read` from it."""
+
+    kind: str
+    table: _Table
+    outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Model:
+    """What is known of one denoiser."""
+
+    number: int
+    state: ModelState
+    looked_at_in: object = None  # the step in which the state was last compared
+    tables: dict[Hashable, _Table] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """What a graph does beside computing: what the features count in it, and whether it fills the table."""
+
+    counts: "_Counts"
+    fills: bool
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One call that may be captured. `reads`: from the table, which holds this step's modulation."""
+
+    key: "_Key"
+    name: str
+    call: FlatCall
+    table: _Table | None
+    source: _Source | None
+    reads: bool
+    keep: tuple[Any, ...]
+
+
+class StepGraphs:
+    """Wraps the denoisers' forward, the step (whose passes share a modulation) and the linears (which compute it)."""
+
+    def __init__(self, record: FeatureRecord, plan: Plan, recorder: Recorder) -> None:
+        self._record = record
+        self._plan = plan
+        self._store = GraphStore(recorder, entries=plan.settings.graphs, pool_bytes=plan.settings.graph_bytes)
+        self._models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
+        self._numbered = 0
+        self._failures = 0
+        # Signatures whose last eager pass checked nothing, and those that cannot be captured, with the reason.
+        self._steady: dict[_Key, None] = {}
+        self._given_up: dict[_Key, str] = {}
+        self._captured: weakref.WeakKeyDictionary[CapturedPass, _Captured] = weakref.WeakKeyDictionary()
+        self._step: ContextVar[object | None] = ContextVar("step", default=None)
+        self._linears: ContextVar[_LinearMode | None] = ContextVar("linears", default=None)
+
+    def wrap_step(self, run_denoising_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Within a step its passes share the modulation; after it, no table is valid."""
+
+        @functools.wraps(run_denoising_step)
+        def denoising_step(*args: Any, **kwargs: Any) -> Any:
+            token = self._step.set(object())
+            try:
+                return run_denoising_step(*args, **kwargs)
+            finally:
+                self._step.reset(token)
+                for model in self._models.values():
+                    for table in model.tables.values():
+                        table.source = None
+
+        return denoising_step
+
+    def wrap_linear(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A modulation linear's output is noted, or taken from the table, as the pass around it asks."""
+
+        @functools.wraps(forward)
+        def linear_forward(linear: nn.Module, x: Tensor) -> Any:
+            mode = None if torch.compiler.is_compiling() else self._linears.get()
+            if mode is None or linear not in mode.table.linears:
+                return forward(linear, x)
+            if mode.kind == "read":
+                return mode.table.buffers[linear], None
+            output, bias = forward(linear, x)
+            if bias is None:
+                mode.outputs[linear] = output
+            return output, bias
+
+        return linear_forward
+
+    def wrap_pass(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The denoiser's forward: a replay where there is a graph for the call, else `forward`."""
+        namespace = inspect.unwrap(forward).__globals__
+
+        @functools.wraps(forward)
+        def denoiser_forward(denoiser: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return forward(denoiser, *args, **kwargs)
+            try:
+                found = self._look_at(denoiser, args, kwargs, namespace)
+            except Ineligible as why:
+                self._record.fall_back(str(why))
+                return forward(denoiser, *args, **kwargs)
+            return self._run(
+                found,
+                eager=lambda: forward(denoiser, **kwargs),
+                work=lambda arguments: forward(denoiser, **arguments),
+            )
+
+        return denoiser_forward
+
+    def _look_at(self, denoiser: nn.Module, args: Any, kwargs: dict[str, Any], namespace: dict[str, Any]) -> _Pass:
+        if why := _left_to_stock(args, kwargs, namespace):
+            raise Ineligible(why)
+        if self._plan.guard.failures != self._failures:
+            self._failures = self._plan.guard.failures
+            self._forget_all()
+        model = self._model(denoiser)
+        if model.state.refusal:
+            raise Ineligible(model.state.refusal)
+        if model.state.has_hooks():
+            raise Ineligible("a module has hooks")
+        call = flatten(kwargs)
+        if any(tensor.device.type != denoiser_device(denoiser).type for tensor in call.tensors):
+            raise Ineligible("an argument is on another device than the denoiser")
+        source = self._source(kwargs)
+        table = self._table(model, denoiser, kwargs) if source else None
+        reads = table is not None and bool(table.buffers) and source is not None and source.matches(table.source)
+        key = (model.number, call.signature, _modes(), reads)
+        shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors)
+        digest = hashlib.sha256(repr(key[1:]).encode()).hexdigest()[:8]
+        name = f"denoiser {model.number}, {shapes} ({digest}{', modulation from the pass before' if reads else ''})"
+        return _Pass(key, name, call, table, source, reads, _cached_by_stock(denoiser, kwargs, namespace))
+
+    def _run(self, found: _Pass, *, eager: Callable[[], Any], work: Callable[[Any], Any]) -> Any:
+        guard, id = self._plan.guard, self._record.feature.id
+        if why := self._given_up.get(found.key):
+            self._record.fall_back(why)
+            return eager()
+        if guard.verdict(id, found.name) is Verdict.FAILED:
+            self._record.fall_back("left to stock by the guard")
+            return eager()
+        captured = self._store.get(found.key)
+        if captured is None:
+            if found.key not in self._steady:
+                return self._run_before_capture(found, eager)
+            captured = self._capture(found, work)
+            if captured is None:
+                return eager()
+            guard.withdraw(id, found.name)  # every captured graph is checked, also one for a signature known before
+        checked = False
+
+        def stock() -> Any:
+            nonlocal checked
+            checked = True
+            return eager()
+
+        result = guard.run(id, found.name, fast=lambda: self._replay(found, captured), stock=stock)
+        if not checked:  # else the eager pass has counted
+            self._captured[captured].counts.add_to(self._plan)
+            if found.table and found.reads:
+                self._plan.records[_REUSE].hits += len(found.table.linears)
+        return result
+
+    def _run_before_capture(self, found: _Pass, eager: Callable[[], Any]) -> Any:
+        checks = self._plan.guard.checks
+        with self._linear_mode("observe", found.table) as mode:
+            result = eager()
+        if mode and found.table:
+            found.table.observed = mode.outputs
+        if self._plan.guard.checks == checks:
+            if len(self._steady) >= _MOST_SEEN:
+                self._steady.clear()
+            self._steady[found.key] = None
+            self._record.fall_back("a signature's first call runs eagerly")
+        else:
+            self._record.fall_back("other features were still being checked")
+        return result
+
+    def _capture(self, found: _Pass, work: Callable[[Any], Any]) -> CapturedPass | None:
+        table = found.table if found.table and (found.reads or found.table.make_buffers()) else None
+        kind = "read" if found.reads else "write"
+
+        def recorded(arguments: Any) -> Any:
+            with self._linear_mode(kind, table) as mode:
+                result = work(arguments)
+            if mode and mode.outputs:
+                buffers = [mode.table.buffers[linear] for linear in mode.outputs]
+                torch._foreach_copy_(buffers, list(mode.outputs.values()))
+            return result
+
+        before = _Counts.of(self._plan)
+        try:
+            try:
+                captured = self._store.capture(found.key, found.call, recorded, (*found.keep, table))
+            finally:
+                done = _Counts.of(self._plan) - before
+                before.restore(self._plan)  # a capture computes nothing; a replay counts what the captured pass did
+        except TooLarge as why:
+            self._give_up(found, str(why))
+        except torch.OutOfMemoryError:
+            self._store.clear()
+            self._record.fall_back("out of memory during capture")
+        except Exception as error:
+            self._give_up(found, f"capture failed: {type(error).__name__}: {error}")
+        else:
+            self._captured[captured] = _Captured(done, fills=table is not None and not found.reads)
+            return captured
+        return None
+
+    def _give_up(self, found: _Pass, why: str) -> None:
+        self._given_up[found.key] = why
+        self._record.fall_back(why)
+        logger.warning("step_graph: %s runs eagerly from now on: %s", found.name, why)
+
+    def _replay(self, found: _Pass, captured: CapturedPass) -> Any:
+        details = self._captured[captured]
+        if found.table and details.fills:
+            found.table.source = None
+        result = captured.replay(found.call.tensors)
+        if found.table and details.fills:
+            found.table.source = found.source
+        self._record.hit()
+        return result
+
+    def _model(self, denoiser: nn.Module) -> _Model:
+        model, step = self._models.get(denoiser), self._step.get()
+        why = None
+        # LoRA switches and weight updates come between steps, never inside one: each is a request of its own.
+        if model and (step is None or model.looked_at_in is not step):
+            why = model.state.changed()
+        if model and why:
+            self._record.fall_back(f"captured anew: {why}")
+            self._forget(model.number)
+        if model is None or why:
+            self._numbered += 1
+            model = self._models[denoiser] = _Model(self._numbered, ModelState(denoiser))
+            weakref.finalize(denoiser, self._forget, model.number).atexit = False
+        model.looked_at_in = step
+        return model
+
+    def _forget(self, number: int) -> None:
+        self._store.drop(lambda key: key[0] == number)
+        self._steady = {key: None for key in self._steady if key[0] != number}
+        self._given_up = {key: why for key, why in self._given_up.items() if key[0] != number}
+
+    def _forget_all(self) -> None:
+        self._store.clear()
+        self._steady.clear()
+
+    def _source(self, kwargs: dict[str, Any]) -> _Source | None:
+        """What this pass's modulation comes from, where a second pass may take it from the first."""
+        step, timestep = self._step.get(), kwargs.get("timestep")
+        reuse = self._plan.records.get(_REUSE)
+        if step is None or not isinstance(timestep, Tensor) or not reuse:
+            return None
+        if reuse.state not in (State.ACTIVE, State.NATIVE):
+            return None
+        condition = kwargs.get("additional_t_cond")
+        tensors = (timestep, condition) if isinstance(condition, Tensor) else (timestep,)
+        return _Source(step, tensors, tuple((_version(t), t.data_ptr()) for t in tensors), _modes())
+
+    def _table(self, model: _Model, denoiser: nn.Module, kwargs: dict[str, Any]) -> _Table | None:
+        conditions = (kwargs["timestep"], kwargs.get("additional_t_cond"), kwargs.get("hidden_states"))
+        layout = tuple((t.shape[:1], t.dtype) if isinstance(t, Tensor) else None for t in conditions)
+        if layout not in model.tables:
+            model.tables[layout] = _Table(modulation_linears(denoiser))
+        return model.tables[layout] if model.tables[layout].linears else None
+
+    @contextmanager
+    def _linear_mode(self, kind: str, table: _Table | None) -> Iterator[_LinearMode | None]:
+        mode = _LinearMode(kind, table) if table else None
+        token = self._linears.set(mode)
+        try:
+            yield mode
+        finally:
+            self._linears.reset(token)
+
+
+class _Counts:
+    """How often each feature was hit and left to stock, as a difference or a state."""
+
+    def __init__(self, hits: Counter[str], fallbacks: dict[str, Counter[str]]) -> None:
+        self._hits, self._fallbacks = hits, fallbacks
+
+    @classmethod
+    def of(cls, plan: Plan) -> "_Counts":
+        # The reuse of the modulation stands aside in a capture; here it is the table's.
+        records = [(id, record) for id, record in plan.records.items() if id != _REUSE]
+        return cls(
+            Counter({id: record.hits for id, record in records}),
+            {id: Counter(record.fallbacks) for id, record in records},
+        )
+
+    def __sub__(self, before: "_Counts") -> "_Counts":
+        fallbacks = {id: counts - before._fallbacks[id] for id, counts in self._fallbacks.items()}
+        return _Counts(self._hits - before._hits, {id: counts for id, counts in fallbacks.items() if counts})
+
+    def add_to(self, plan: Plan) -> None:
+        for id, hits in self._hits.items():
+            plan.records[id].hits += hits
+        for id, fallbacks in self._fallbacks.items():
+            plan.records[id].fallbacks.update(fallbacks)
+
+    def restore(self, plan: Plan) -> None:
+        for id, fallbacks in self._fallbacks.items():
+            plan.records[id].hits = self._hits[id]
+            plan.records[id].fallbacks = Counter(fallbacks)
+
+
+def denoiser_device(denoiser: nn.Module) -> torch.device:
+    return next(denoiser.parameters()).device
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _modes() -> Hashable:
+    """What decides about the launches and is no argument: dispatch modes, and the request's quality tier."""
+    quality = getattr(getattr(_context().forward_batch, "sampling_params", None), "quality", None)
+    return torch.is_inference_mode_enabled(), torch.get_default_dtype(), quality
+
+
+def _context() -> Any:
+    """SGLang's forward context; refused where there is none, since attention needs it."""
+    from sglang.multimodal_gen.runtime.managers import forward_context
+
+    if forward_context._forward_context is None:
+        raise Ineligible("outside a forward context")
+    return forward_context._forward_context
+
+
+def _left_to_stock(args: Any, kwargs: dict[str, Any], namespace: dict[str, Any]) -> str | None:
+    """Why this call must run eagerly, whatever the model; None if nothing speaks against a graph."""
+    if args:
+        return "arguments are passed by position"
+    if torch.is_grad_enabled():
+        return "gradients are enabled"
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        return "autocast, which keeps casts of the weights only while it is on"
+    if _is_capturing():
+        return "inside another CUDA graph capture"
+    if namespace.get("is_in_breakable_cuda_graph", lambda: False)():
+        return "inside SGLang's breakable CUDA graph"
+    if module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks:
+        return "hooks on all modules (torch.nn.modules.module.register_module_forward_hook)"
+    if torch.distributed.is_initialized() and (ranks := torch.distributed.get_world_size()) > 1:
+        return f"{ranks} ranks"
+    context = _context()
+    if context.attn_metadata is not None:
+        return "attention metadata"
+    if kwargs.get("encoder_hidden_states_mask") is not None:
+        return "a text mask, whose lengths stock reads on the host"
+    batch = context.forward_batch
+    if getattr(batch, "enable_teacache", False):
+        return "TeaCache"
+    skip_softmax = sys.modules.get(_SKIP_SOFTMAX)
+    if skip_softmax and batch is not None and skip_softmax.get_request_skip_softmax_params() is not None:
+        return "skip-softmax attention, which depends on the step"
+    return _by_server_args()
+
+
+def _by_server_args() -> str | None:
+    from sglang.multimodal_gen.runtime.server_args import get_global_server_args
+
+    try:
+        server_args = get_global_server_args()
+    except ValueError:  # not set: no server
+        return None
+    return next((what for name, what in _SERVER_ARGS.items() if getattr(server_args, name, None)), None)
+
+
+def _cached_by_stock(denoiser: Any, kwargs: dict[str, Any], namespace: dict[str, Any]) -> tuple[Any, ...]:
+    """Tensors that stock's forward takes from its own cache, which may drop them while a graph still reads them."""
+    if not getattr(denoiser, "zero_cond_t", False):
+        return ()
+    device = kwargs["timestep"].device
+    return (denoiser.build_modulate_index(namespace["to_hashable"](kwargs["img_shapes"]), device),)
+
+
+def _is_capturing() -> bool:
+    # Without a driver, asking about capture raises.
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
