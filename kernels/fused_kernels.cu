@@ -13,6 +13,7 @@
 #include "gated_residual.cuh"
 #include "norm_quant.cuh"
 #include "qkv_epilogue.cuh"
+#include "swiglu_quant.cuh"
 
 namespace fastpath {
 
@@ -35,6 +36,14 @@ template <typename Params>
 void launch(void (*kernel)(Params), int blocks, int threads, int shared, int64_t stream, const Params& params) {
   kernel<<<blocks, threads, shared, reinterpret_cast<cudaStream_t>(stream)>>>(params);
 }
+
+// A kernel gets the room for an activation's table only if asked for.
+template <typename Params>
+void allow_table(void (*kernel)(Params), const char* name) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTableBytes), name);
+}
+
+constexpr int ceil_div(int total, int part) { return (total + part - 1) / part; }
 
 void norm_quant(tvm::ffi::Bytes bytes, bool gated, bool bias, bool zero_added, int64_t stream) {
   const auto params = unpack<NormParams>(bytes);
@@ -67,13 +76,24 @@ void act_quant(tvm::ffi::Bytes bytes, bool gelu, bool bias, int64_t processors, 
   const int threads = std::min((params.width / kVector / kInFlight + 31) / 32 * 32, kActThreads);
   const bool whole = params.width == threads * kInFlight * kVector;
   const auto kernel = whole ? act_quant_variant<true>(gelu, bias) : act_quant_variant<false>(gelu, bias);
-  const int table_bytes = gelu ? kGeluEntries * static_cast<int>(sizeof(bf16)) : 0;
-  if (gelu) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, table_bytes), "act_quant");
-  }
+  if (gelu) allow_table(kernel, "act_quant");
   const int64_t at_a_time = processors * (gelu ? 1 : 1536 / threads);
-  launch(kernel, static_cast<int>(std::min<int64_t>(rows, at_a_time)), threads, table_bytes, stream, params);
+  const int blocks = static_cast<int>(std::min<int64_t>(rows, at_a_time));
+  launch(kernel, blocks, threads, gelu ? kTableBytes : 0, stream, params);
   check_launch("act_quant");
+}
+
+void swiglu_quant(tvm::ffi::Bytes bytes, int64_t processors, int64_t stream) {
+  const auto params = unpack<SwigluParams>(bytes);
+  const int rows = params.stream[0].rows + params.stream[1].rows;
+  // As few rounds a row as the most threads need, then only the threads that these need: no round is half empty.
+  const int vectors = (params.attention_width + params.width) / kVector;
+  const int rounds = ceil_div(vectors, kInFlight * kActThreads);
+  const int threads = ceil_div(vectors, kInFlight * rounds * 32) * 32;
+  allow_table(swiglu_quant_kernel, "swiglu_quant");
+  const int blocks = static_cast<int>(std::min<int64_t>(rows, processors));
+  launch(swiglu_quant_kernel, blocks, threads, kTableBytes, stream, params);
+  check_launch("swiglu_quant");
 }
 
 void gated_residual(tvm::ffi::Bytes bytes, bool bias, int64_t stream) {
@@ -85,7 +105,7 @@ void gated_residual(tvm::ffi::Bytes bytes, bool bias, int64_t stream) {
 }
 
 tvm::ffi::Array<int64_t> struct_sizes() {
-  return {sizeof(NormParams), sizeof(QkvParams), sizeof(ActParams), sizeof(GatedParams)};
+  return {sizeof(NormParams), sizeof(QkvParams), sizeof(ActParams), sizeof(GatedParams), sizeof(SwigluParams)};
 }
 
 }  // namespace fastpath
@@ -94,4 +114,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(norm_quant, fastpath::norm_quant);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(qkv_epilogue, fastpath::qkv_epilogue);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(act_quant, fastpath::act_quant);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gated_residual, fastpath::gated_residual);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(swiglu_quant, fastpath::swiglu_quant);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(struct_sizes, fastpath::struct_sizes);

@@ -68,7 +68,8 @@ def guided_runs(denoiser: nn.Module) -> dict[str, Any]:
     for name, variant in (("stock", Variant()), ("fast", fast(graph=False)), ("fast+graph", fast(graph=True))):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        hosts[name] = host = []
+        host: list[float] = []
+        hosts[name] = host
         latents[name] = play(variant, host)
         if name == "fast":  # its first passes merged weights: the peak of those after is what compares
             torch.cuda.empty_cache()
