@@ -13,7 +13,6 @@ The attention output is read in place from the joint buffer, text rows and image
 Bytes at 4352 rows: attention output (3072 wide) 40 MB, feed-forward (12288 wide) 160 MB.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -76,7 +75,7 @@ def act_quant(text: ActInput, image: ActInput, *, gelu: bool, grouped_rows: int 
             for stream, operand, count in zip((text, image), operands, rows, strict=False)
         )
         fused_kernels.load().act_quant(
-            ACT.pack(packed, width, _gelu_table(device).data_ptr() if gelu else 0),
+            ACT.pack(packed, width, fused_kernels.bf16_table(_gelu, device).data_ptr() if gelu else 0),
             gelu,
             text.bias is not None,
             fused_kernels.processors(device),
@@ -88,11 +87,8 @@ def act_quant(text: ActInput, image: ActInput, *, gelu: bool, grouped_rows: int 
 def reference(stream: ActInput, gelu: bool) -> Tensor:
     """The rows before quantization, in bf16, as stock computes them (on any device)."""
     x = stream.x if stream.bias is None else stream.x + stream.bias
-    return F.gelu(x, approximate="tanh") if gelu else x
+    return _gelu(x) if gelu else x
 
 
-@functools.cache
-def _gelu_table(device: torch.device) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        bits = torch.arange(1 << 16, dtype=torch.int32, device=device).to(torch.int16)
-        return F.gelu(bits.view(torch.bfloat16), approximate="tanh")
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")

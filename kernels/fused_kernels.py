@@ -4,15 +4,15 @@ One shared object for all of them: 20 seconds of nvcc once per machine, kept whe
 (`$TVM_FFI_CACHE_DIR`, by default ~/.cache/tvm-ffi) in a folder that names the sources' hash, so that an upgrade never
 loads an older build. Compiled without --use_fast_math: the sources spell out every rounding.
 
-The functions take their C++ parameter struct as bytes. `NORM`, `QKV`, `ACT` and `GATED` below are those structs'
-layouts; `load` compares their sizes with the compiled ones.
+The functions take their C++ parameter struct as bytes. `NORM`, `QKV`, `ACT`, `GATED` and `SWIGLU` below are those
+structs' layouts; `load` compares their sizes with the compiled ones.
 """
 
 import functools
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from struct import Struct
@@ -35,14 +35,18 @@ ACT_STREAM = Struct("<2Q2Q2i2iq")
 ACT = Struct(f"<{2 * ACT_STREAM.size}si4xQ")
 GATED_STREAM = Struct("<5Q3i4x")
 GATED = Struct(f"<{2 * GATED_STREAM.size}si4x")
+SWIGLU_STREAM = Struct("<2Q2Q2i2qi4x")
+SWIGLU = Struct(f"<{2 * SWIGLU_STREAM.size}s2iQ")
 
 _SOURCES = (
     "fused_kernels.cu",
     "fp8_quantize.cuh",
+    "activation.cuh",
     "norm_quant.cuh",
     "qkv_epilogue.cuh",
     "act_quant.cuh",
     "gated_residual.cuh",
+    "swiglu_quant.cuh",
 )
 _FLAGS = ("-std=c++17",)
 _building = threading.Lock()
@@ -107,7 +111,7 @@ def load() -> Any:
         )
     module = tvm_ffi.load_module(library)
     sizes = tuple(module.struct_sizes())
-    if sizes != (expected := (NORM.size, QKV.size, ACT.size, GATED.size)):
+    if sizes != (expected := tuple(layout.size for layout in (NORM, QKV, ACT, GATED, SWIGLU))):
         raise RuntimeError(f"fused_kernels.cu packs its parameters in {sizes} bytes, fused_kernels.py in {expected}")
     return module
 
@@ -136,6 +140,14 @@ def current_stream(device: torch.device) -> int:
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def bf16_table(function: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
+    """What `function` makes of each of the 65,536 bf16, indexed by its bits: made once per function and device."""
+    with torch.inference_mode(False), torch.no_grad():
+        bits = torch.arange(1 << 16, dtype=torch.int32, device=device).to(torch.int16)
+        return function(bits.view(torch.bfloat16))
 
 
 def empty_quantized(rows: int, width: int, device: torch.device) -> Quantized:

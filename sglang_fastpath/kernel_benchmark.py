@@ -2,7 +2,9 @@
 
 A kernel is judged by the bytes that it cannot avoid moving (its inputs read once, its outputs written once) over its
 time, as a fraction of what a device-to-device copy reaches in the same run. Biases, modulation, norm weights and
-rotary tables count; the 128 kB of act_quant's GELU table, which stay in the caches, do not.
+rotary tables count; an activation's table of 128 kB, which stays in the caches, does not.
+
+FLUX.2 has twice the heads and text tokens of Qwen-Image, so its sites run at twice those of the size asked for.
 
 How it is timed. Each chain, ours and stock's, is a CUDA graph that goes over several input sets, whose outputs lie
 apart as well; the inputs alone are more than four times the L2 cache, so that every launch reads from memory. Rounds
@@ -34,9 +36,12 @@ from sglang_fastpath.kernels.norm_quant import NormInput, norm_quant
 from sglang_fastpath.kernels.norm_quant import can_use as can_use_norm_quant
 from sglang_fastpath.kernels.qkv_epilogue import HEAD, QkvInput, qkv_epilogue
 from sglang_fastpath.kernels.qkv_epilogue import can_use as can_use_qkv_epilogue
+from sglang_fastpath.kernels.swiglu_quant import SwigluInput, swiglu_quant, swiglu_quant_pair
+from sglang_fastpath.kernels.swiglu_quant import can_use as can_use_swiglu_quant
 
 EPS = 1e-6
 FEED_FORWARD = 4  # width of the feed-forward in widths of the model
+FLUX2_FEED_FORWARD = 3
 QKV = 3
 COPY_BYTES = 512 << 20
 COPIES = 4
@@ -44,6 +49,7 @@ LAUNCHES = 48  # of a chain in one graph, at least: what starting a graph costs 
 TIMES_L2 = 4
 
 Draw = Callable[..., Tensor]
+Streams = tuple[Any, ...]
 Outputs = tuple[Tensor | None, ...]
 
 
@@ -68,16 +74,16 @@ class Size:
 class Site:
     """One place of the denoiser: what it is given, and both ways to compute it.
 
-    `inputs` draws what (text, image) are given at a size. `ours` and `stock` take the two and return the same
-    tensors, stream by stream; None is allowed. Stock gets a copy of the inputs, each tensor contiguous, which it may
-    write to, as SGLang does. `can_use` is the kernel's own.
+    `inputs` draws what (text, image), or the one joint stream, are given at a size. `ours` and `stock` take the
+    streams and return the same tensors, stream by stream; None is allowed. Stock gets a copy of the inputs, each
+    tensor contiguous, which it may write to, as SGLang does. `can_use` is the kernel's own.
     """
 
     name: str
-    inputs: Callable[[Size, Draw], tuple[Any, Any]]
+    inputs: Callable[[Size, Draw], Streams]
     can_use: Callable[[Any], str | None]
-    ours: Callable[[Any, Any], Outputs]
-    stock: Callable[[Any, Any], Outputs]
+    ours: Callable[..., Outputs]
+    stock: Callable[..., Outputs]
 
 
 # --- inputs ------------------------------------------------------------------------------------------------------
@@ -129,6 +135,25 @@ def _gated_inputs(size: Size, draw: Draw) -> tuple[Any, Any]:
     return stream(size.text_tokens), stream(size.image_tokens)
 
 
+def _swiglu_inputs(size: Size, draw: Draw) -> Streams:
+    """The feed-forwards of FLUX.2's double block."""
+    size = _flux2(size)
+    width = FLUX2_FEED_FORWARD * size.width
+    return SwigluInput(draw(size.text_tokens, 2 * width)), SwigluInput(draw(size.image_tokens, 2 * width))
+
+
+def _single_block_inputs(size: Size, draw: Draw) -> Streams:
+    """FLUX.2's single block: x1 and x2 are the last columns of its merged projection."""
+    size = _flux2(size)
+    tokens = size.text_tokens + size.image_tokens
+    merged = draw(tokens, (QKV + 2 * FLUX2_FEED_FORWARD) * size.width)
+    return (SwigluInput(merged[:, QKV * size.width :], draw(tokens, size.width)),)
+
+
+def _flux2(size: Size) -> Size:
+    return Size(size.image_tokens, 2 * size.text_tokens, 2 * size.heads)
+
+
 def _bias(width: int, draw: Draw) -> Tensor:
     # Small, because the launches of one graph add it to the same tensor again and again.
     return 0.02 * draw(width)
@@ -159,7 +184,17 @@ def _gated_residual(text: Any, image: Any) -> Outputs:
     return text_out, image_out
 
 
-# --- stock's chains (SGLang 0.5.17: qwen_image.py, and the block-FP8 linear around each GEMM) ----------------------
+def _swiglu_quant_pair(text: Any, image: Any) -> Outputs:
+    operands = swiglu_quant_pair(text, image)
+    return operands.text.q, operands.text.scale, operands.image.q, operands.image.scale
+
+
+def _swiglu_quant(stream: Any) -> Outputs:
+    operand = swiglu_quant(stream)
+    return operand.q, operand.scale
+
+
+# --- stock's chains (SGLang 0.5.17: qwen_image.py, flux_2.py, and the block-FP8 linear around each GEMM) -----------
 
 
 def _stock_norm(stream: Any, *, linears: int) -> Outputs:
@@ -236,6 +271,13 @@ def _stock_gelu_quant(stream: Any) -> Outputs:
     return _stock_quantize(F.gelu(stream.x.add_(stream.bias), approximate="tanh"))
 
 
+def _stock_swiglu_quant(stream: Any) -> Outputs:
+    from sglang.multimodal_gen.runtime.models.dits.flux_2 import Flux2SwiGLU
+
+    y = Flux2SwiGLU()(stream.x)
+    return _stock_quantize(y if stream.attention is None else torch.cat([stream.attention, y], dim=-1))
+
+
 def _stock_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """As the block-FP8 linear quantizes its input for DeepGEMM on SM90."""
     rows = x.view(-1, x.shape[-1])
@@ -248,9 +290,9 @@ def _stock_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-def _each(stock: Callable[..., Outputs], **options: Any) -> Callable[[Any, Any], Outputs]:
-    """A chain over both streams from stock's over one."""
-    return lambda text, image: (*stock(text, **options), *stock(image, **options))
+def _each(stock: Callable[..., Outputs], **options: Any) -> Callable[..., Outputs]:
+    """A chain over all streams from stock's over one."""
+    return lambda *streams: tuple(tensor for stream in streams for tensor in stock(stream, **options))
 
 
 SITES = (
@@ -291,6 +333,14 @@ SITES = (
         _each(_stock_gelu_quant),
     ),
     Site("gated_residual", _gated_inputs, can_use_gated_residual, _gated_residual, _each(_stock_gated_residual)),
+    Site("swiglu_quant", _swiglu_inputs, can_use_swiglu_quant, _swiglu_quant_pair, _each(_stock_swiglu_quant)),
+    Site(
+        "swiglu_quant_single",
+        _single_block_inputs,
+        can_use_swiglu_quant,
+        _swiglu_quant,
+        _each(_stock_swiglu_quant),
+    ),
 )
 
 
@@ -302,7 +352,7 @@ def bytes_of(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
-def draw_inputs(site: Site, size: Size, device: str, seed: int) -> tuple[Any, Any]:
+def draw_inputs(site: Site, size: Size, device: str, seed: int) -> Streams:
     """Fresh random inputs of a site. Raises UnsupportedSizeError with the reason if its kernel cannot run them."""
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -318,9 +368,9 @@ def draw_inputs(site: Site, size: Size, device: str, seed: int) -> tuple[Any, An
     return inputs
 
 
-def for_stock(inputs: tuple[Any, Any]) -> tuple[Any, Any]:
+def for_stock(inputs: Streams) -> Streams:
     """A copy for stock's chain to write to, each tensor contiguous: its q, k and v come from GEMMs of their own."""
-    copied: tuple[Any, Any] = pytree.tree_map_only(
+    copied: Streams = pytree.tree_map_only(
         Tensor, lambda tensor: tensor.clone(memory_format=torch.contiguous_format), inputs
     )
     return copied
@@ -415,21 +465,19 @@ def _copy() -> Timed:
     return Timed(launch, COPIES)
 
 
-def _ours(site: Site, sets: Sequence[tuple[Any, Any]]) -> Timed:
+def _ours(site: Site, sets: Sequence[Streams]) -> Timed:
     graph, count = _capture(site.ours, sets)
     return Timed(graph.replay, count, keep=sets)
 
 
-def _stock(site: Site, sets: Sequence[tuple[Any, Any]]) -> Timed:
+def _stock(site: Site, sets: Sequence[Streams]) -> Timed:
     own = [for_stock(inputs) for inputs in sets]
     graph, count = _capture(site.stock, own)
     written, fresh = ([leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (own, sets))
     return Timed(graph.replay, count, prepare=lambda: torch._foreach_copy_(written, fresh), keep=own)
 
 
-def _capture(
-    chain: Callable[[Any, Any], Outputs], sets: Sequence[tuple[Any, Any]]
-) -> tuple[torch.cuda.CUDAGraph, int]:
+def _capture(chain: Callable[..., Outputs], sets: Sequence[Streams]) -> tuple[torch.cuda.CUDAGraph, int]:
     """A graph that goes over all sets, again and again, and how many times it runs the chain."""
     passes = -(-LAUNCHES // len(sets))
     graph = torch.cuda.CUDAGraph()

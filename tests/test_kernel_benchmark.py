@@ -39,6 +39,10 @@ def tensors(tree: object) -> list[Tensor]:
 BF16 = 2 * 4352 * 3072
 FP8 = 4352 * 3072 + 4 * 4352 * 24
 VECTOR = 2 * 3072
+# FLUX.2's single block, at 4608 tokens of 6144: the attention output, x1 and x2 of 18432, the operand of 24576.
+SINGLE_BLOCK = 2 * 4608 * (6144 + 2 * 18432) + 4608 * 24576 + 4 * 4608 * 192
+# Its double block: x1 and x2, the operand of 18432.
+DOUBLE_BLOCK = 2 * 4608 * 2 * 18432 + 4608 * 18432 + 4 * 4608 * 144
 HAND_COUNTED = {  # by hand, and in MB as the design budgets it
     "norm_quant": (BF16 + FP8 + 2 * 2 * VECTOR, 40),
     "norm_quant_gated": (2 * BF16 + BF16 + FP8 + 2 * 4 * VECTOR, 93),
@@ -47,6 +51,8 @@ HAND_COUNTED = {  # by hand, and in MB as the design budgets it
     "act_quant": (BF16 + FP8, 40),
     "act_quant_gelu": (4 * (BF16 + FP8) + 2 * 4 * VECTOR, 160),
     "gated_residual": (2 * BF16 + BF16 + 2 * 2 * VECTOR, 80),
+    "swiglu_quant": (DOUBLE_BLOCK, 425),
+    "swiglu_quant_single": (SINGLE_BLOCK, 510),
 }
 
 
@@ -118,6 +124,12 @@ def test_ours_reads_one_merged_qkv_output() -> None:
     for stream in draw_inputs(BY_NAME["qkv_epilogue"], Size(6, 5, 2), "cpu", seed=0):
         assert len({part.untyped_storage().data_ptr() for part in stream.projected}) == 1
         assert {part.stride(1) for part in stream.projected} == {3 * 2 * 128}
+
+
+def test_ours_reads_the_feed_forward_of_one_merged_projection() -> None:
+    (stream,) = draw_inputs(BY_NAME["swiglu_quant_single"], Size(6, 5, 2), "cpu", seed=0)
+    assert stream.x.shape == (6 + 2 * 5, 2 * 3 * 4 * 128)
+    assert stream.x.stride(0) == (3 + 2 * 3) * 4 * 128
 
 
 def test_a_width_that_a_kernel_cannot_run_names_site_heads_and_reason() -> None:

@@ -42,7 +42,7 @@ from sglang_fastpath import environment
 from sglang_fastpath.denoisers import start_runtime
 
 ARCHITECTURES = ("sm_90", "sm_100", "sm_103", "sm_120")
-VARIANTS = {"norm_quant": 5, "qkv_epilogue": 2, "act_quant": 6, "gated_residual": 2}
+VARIANTS = {"norm_quant": 5, "qkv_epilogue": 2, "act_quant": 6, "gated_residual": 2, "swiglu_quant": 1}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,8 +101,8 @@ def compiled(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> list[Compil
 
 
 def name_of(symbol: str) -> str:
-    """norm_quant for the mangled name of norm_quant_kernel<...>."""
-    found = re.match(r"_ZN8fastpath\d+(\w+?)_kernelI", symbol)
+    """norm_quant for the mangled name of norm_quant_kernel<...>, or of a kernel without variants."""
+    found = re.match(r"_ZN8fastpath\d+(\w+?)_kernel[IE]", symbol)
     assert found, symbol
     return found[1]
 
@@ -141,17 +141,18 @@ def test_the_approximate_operations_are_stocks(ptx: dict[str, str]) -> None:
         "act_quant": {"rcp.approx.ftz.f32"},
         "qkv_epilogue": {"rsqrt.approx.f32"},
         "gated_residual": set(),
+        "swiglu_quant": {"rcp.approx.ftz.f32"},
     }
     for symbol, body in ptx.items():
         assert set(re.findall(r"\b\w+\.(?:approx|ftz|full)[\w.]*", body)) == expected[name_of(symbol)], symbol
 
 
 def test_gate_and_residual_round_once(ptx: dict[str, str]) -> None:
-    """A gated variant multiplies and adds in one `fma.rn.bf16x2`; there is no bf16 product of its own."""
+    """A gated variant multiplies and adds in one `fma.rn.bf16x2`; only SwiGLU has a bf16 product of its own."""
     for symbol, body in ptx.items():
         gated = "gated_residual" in symbol or "norm_quant_kernelILb1" in symbol
         assert (body.count("fma.rn.bf16x2") > 0) == gated, symbol
-        assert "mul.rn.bf16x2" not in body, symbol
+        assert ("mul.rn.bf16x2" in body) == (name_of(symbol) == "swiglu_quant"), symbol
 
 
 # The fields of the C++ structs in the order in which the launchers pack them.
@@ -175,6 +176,11 @@ LAYOUTS = {
     "ActParams": (fused_kernels.ACT, "stream width gelu"),
     "GatedStream": (fused_kernels.GATED_STREAM, "x bias gate residual out rows rows_per_gate gate_stride"),
     "GatedParams": (fused_kernels.GATED, "stream width"),
+    "SwigluStream": (
+        fused_kernels.SWIGLU_STREAM,
+        "attention x out.q out.scale out.scale_stride out.padded_rows attention_stride stride rows",
+    ),
+    "SwigluParams": (fused_kernels.SWIGLU, "stream attention_width width silu"),
 }
 
 KIND_OF = """
@@ -185,6 +191,7 @@ KIND_OF = """
 #include "gated_residual.cuh"
 #include "norm_quant.cuh"
 #include "qkv_epilogue.cuh"
+#include "swiglu_quant.cuh"
 
 template <typename T>
 constexpr char kind_of() {
@@ -256,12 +263,14 @@ PARAMETERS = {
     "qkv_epilogue": fused_kernels.QKV,
     "act_quant": fused_kernels.ACT,
     "gated_residual": fused_kernels.GATED,
+    "swiglu_quant": fused_kernels.SWIGLU,
 }
 ARGUMENTS = {
     "norm_quant": (False, False, False, 0),
     "qkv_epilogue": (False, 0),
     "act_quant": (False, False, 132, 0),
     "gated_residual": (False, 0),
+    "swiglu_quant": (132, 0),
 }
 
 
