@@ -355,7 +355,7 @@ def bench_denoiser(
         text_tokens=text_tokens or benchmark.TEXT_TOKENS[model],
         attention=attention,
     )
-    document = benchmark.describe(workload, " ".join(["sglang-fastpath", *sys.argv[1:]]))
+    document = benchmark.describe(workload, _command())
     how: dict[str, Any] = {
         "steps": steps,
         "rounds": rounds,
@@ -371,6 +371,12 @@ def bench_denoiser(
     print_json(document)
     if benchmark.unequal(document):
         raise typer.Exit(1)
+
+
+def _command() -> str:
+    """This command line, less where its result went."""
+    words = iter(sys.argv[1:])
+    return " ".join(["sglang-fastpath", *(word for word in words if word != "--output" or not next(words))])
 
 
 def _graph_variants(listed: str | None, *, graph: bool) -> list[str] | None:
@@ -402,7 +408,7 @@ def bench_kernels(
     from sglang_fastpath import benchmark, kernel_benchmark
 
     size = kernel_benchmark.Size(image_tokens=image_tokens, text_tokens=text_tokens, heads=heads)
-    command = " ".join(["sglang-fastpath", *sys.argv[1:]])
+    command = _command()
     try:
         document = kernel_benchmark.run(size, command, rounds=rounds, report=Console(stderr=True).print)
     except kernel_benchmark.UnsupportedSizeError as error:

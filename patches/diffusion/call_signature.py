@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # Values that cannot change once they are part of a signature. An object hashed by its identity could.
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class Ineligible(Exception):
@@ -51,18 +51,24 @@ def flatten(value: Any, name: str = "argument") -> FlatCall:
 
 def _flatten(value: Any, name: str, tensors: dict[int, tuple[int, Tensor]]) -> Hashable:
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided:
-            raise Ineligible(f"{name} is a {value.layout} tensor")
+        if value.layout is not torch.strided or type(value) not in (Tensor, torch.nn.Parameter):
+            raise Ineligible(f"{name} is a {value.layout} {type(value).__name__}")
         index, _ = tensors.setdefault(id(value), (len(tensors), value))
         return "tensor", index
     kind = type(value)
     if kind in (tuple, list):
         return kind, tuple(_flatten(item, f"{name}[{index}]", tensors) for index, item in enumerate(value))
     if kind is dict:
-        return kind, tuple((key, _flatten(item, f"{name}[{key!r}]", tensors)) for key, item in value.items())
-    if isinstance(value, _PLAIN):
-        return "value", value, kind, repr(value)  # 1, 1.0 and True are equal, so are 0.0 and -0.0
-    raise Ineligible(f"{name} is a {kind.__name__}")
+        items = ((key, item, f"{name}[{key!r}]") for key, item in value.items())
+        return kind, tuple((_plain(key, f"key of {at}"), _flatten(item, at, tensors)) for key, item, at in items)
+    return _plain(value, name)
+
+
+def _plain(value: Any, name: str) -> Hashable:
+    kind = type(value)
+    if kind not in _PLAIN and not isinstance(value, Enum):
+        raise Ineligible(f"{name} is a {kind.__name__}")
+    return "value", value, kind, repr(value)  # 1, 1.0 and True are equal, so are 0.0 and -0.0
 
 
 def _rebuild(structure: Any, tensors: tuple[Tensor, ...]) -> Any:
@@ -72,7 +78,7 @@ def _rebuild(structure: Any, tensors: tuple[Tensor, ...]) -> Any:
     if kind == "value":
         return content[0]
     if kind is dict:
-        return {key: _rebuild(item, tensors) for key, item in content[0]}
+        return {_rebuild(key, tensors): _rebuild(item, tensors) for key, item in content[0]}
     return kind(_rebuild(item, tensors) for item in content[0])
 
 

@@ -46,6 +46,8 @@ class ModelState:
         self._wrapper_states = _simple_attributes(self._wrappers)
         self._attentions = [module for module in modules if hasattr(module, "attn_impl")]
         self._implementations = _implementations(self._attentions)
+        self._parts = modules[1:]
+        self._types = list(map(type, self._parts))
         self._classes = list(dict.fromkeys(map(type, modules)))
         self._forwards = _forwards(self._classes)
         self.refusal = self._refusal(model, modules)
@@ -63,6 +65,8 @@ class ModelState:
             return "a weight was moved"
         if list(map(_version, self._counted)) != self._versions:
             return "a weight was written to"
+        if not _same(list(map(type, self._parts)), self._types):
+            return "a module got another class"
         if not _same(_forwards(self._classes), self._forwards):
             return "a class of its modules got another forward"
         if not _same(_implementations(self._attentions), self._implementations):

@@ -5,6 +5,7 @@ On a CPU, where `RerunRecorder` stands in for CUDA graph capture; `tests/gpu/tes
 
 import functools
 import gc
+import importlib
 import logging
 import weakref
 from collections import Counter
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from sglang_fastpath import contracts, envs, plan, plugin
 from sglang_fastpath.denoisers import build_qwen_image, denoiser_inputs, start_runtime
 from sglang_fastpath.environment import detect
-from sglang_fastpath.features import CATALOGUE
+from sglang_fastpath.features import BY_ID, CATALOGUE
 from sglang_fastpath.guidance_loop import GuidanceLoop
 from sglang_fastpath.plan import FeatureRecord, Plan, State
 
@@ -50,8 +51,9 @@ def emulated() -> Iterator[None]:
     revert = fp8_cpu_emulation.apply()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the operations are too small to share
-    import sglang.multimodal_gen.runtime.pipelines_core.stages.denoising  # noqa: F401
-
+    # All sites are imported: a patch that waits for one would hold each test's graphs.
+    for site in BY_ID["step_graph"].sites:
+        importlib.import_module(site.partition(":")[0])
     gc.collect()
     gc.freeze()  # dropping graphs collects garbage: not among all of SGLang's objects
     yield
