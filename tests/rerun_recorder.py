@@ -56,15 +56,19 @@ class _Outside:
 
 @dataclass(frozen=True)
 class _Step:
-    """One operation. `results`: what it makes that is no view of an operand, by position."""
+    """One operation. `results`: what it makes that is no view of an operand, by position. `reads`: its operands that
+    are not of the recording's own making."""
 
     operation: Callable[..., Any]
     args: Any
     kwargs: Any
     results: list[tuple[int, Tensor]]
+    reads: list[_Outside]
 
     def run(self) -> None:
-        args, kwargs = _mapped(self.args, _Outside, _Outside.tensor), _mapped(self.kwargs, _Outside, _Outside.tensor)
+        args, kwargs = self.args, self.kwargs
+        if self.reads:
+            args, kwargs = (_mapped(operands, _Outside, _Outside.tensor) for operands in (args, kwargs))
         again = _leaves(self.operation(*args, **kwargs), Tensor)
         for index, result in self.results:
             result.copy_(again[index])
@@ -82,20 +86,28 @@ class RerunRecording:
         self.steps: list[_Step] = []
         self.replays = 0
         self._recorder = recorder
+        self._holds_results = True
 
     @torch.inference_mode()
     def replay(self) -> None:
         self.replays += 1
         self._recorder.replays += 1
         self._recorder.spoil()
+        self._holds_results = True
         for step in self.steps:
             step.run()
+
+    @torch.inference_mode()
+    def spoil(self) -> None:
+        if self._holds_results:
+            for step in self.steps:
+                step.spoil()
+        self._holds_results = False
 
     def reads(self, tensor: Tensor) -> int:
         """How many operations have this tensor, or a view of it, as an operand."""
         address = StorageWeakRef(tensor.untyped_storage()).cdata
-        operands = [operand for step in self.steps for operand in _leaves((step.args, step.kwargs), _Outside)]
-        return sum(operand.storage.cdata == address for operand in operands)
+        return sum(operand.storage.cdata == address for step in self.steps for operand in step.reads)
 
 
 class RerunRecorder:
@@ -130,12 +142,10 @@ class RerunRecorder:
         self.held = max(self.held, self.bytes_each)
         return recording, result
 
-    @torch.inference_mode()
     def spoil(self) -> None:
         """Whatever recordings computed: others have used the memory since."""
         for recording in self.alive:
-            for step in recording.steps:
-                step.spoil()
+            recording.spoil()
 
     def pool_bytes(self) -> int:
         return self.held
@@ -171,7 +181,7 @@ class _Listener(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default:  # `torch.tensor(1.0)`: a constant of the recording
             self._own |= storages
         if made or func._schema.is_mutable:
-            self._steps.append(_Step(func, *noted, made))
+            self._steps.append(_Step(func, *noted, made, _leaves(noted, _Outside)))
         return result
 
     def _note(self, tensor: Tensor) -> Tensor | _Outside:

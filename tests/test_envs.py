@@ -54,6 +54,14 @@ def test_a_misspelt_name_is_an_error_that_names_the_right_one(variable, data) ->
         (envs.GUARD, "sometimes"),
         (envs.GUARD, "sample:0"),
         (CATALOGUE[0].env, "on"),
+        (envs.GRAPHS, "0"),
+        (envs.GRAPHS, "-1"),
+        (envs.GRAPHS, "many"),
+        (envs.GRAPHS, "2.5"),
+        (envs.GRAPHS, "\u0663"),  # a digit to Python
+        (envs.GRAPH_BYTES, "-1"),
+        (envs.GRAPH_BYTES, "8G"),
+        (envs.GRAPH_BYTES, "1e9"),
     ],
 )
 def test_a_value_out_of_range_is_an_error_that_names_it(name: str, value: str) -> None:
@@ -81,3 +89,17 @@ def test_a_feature_that_is_not_bit_exact_needs_the_ulp_policy(monkeypatch: pytes
     monkeypatch.setitem(envs.BY_ID, "inexact", ulp)
     assert "SGLANG_FASTPATH_PARITY=ulp" in (envs.read({}).off_because("inexact") or "")
     assert envs.read({envs.PARITY: "ulp"}).off_because("inexact") is None
+
+
+def test_the_graphs_of_step_graph_have_their_limits() -> None:
+    assert (envs.read({}).graphs, envs.read({}).graph_bytes) == (8, 8 << 30)
+    assert envs.read({}) == envs.read({envs.GRAPHS: "", envs.GRAPH_BYTES: ""})
+    settings = envs.read({"SGLANG_FASTPATH_GRAPHS": "1", "SGLANG_FASTPATH_GRAPH_BYTES": "0"})
+    assert (settings.graphs, settings.graph_bytes) == (1, 0)
+    assert envs.read({envs.GRAPH_BYTES: str(1 << 40)}).graph_bytes == 1 << 40
+
+
+@pytest.mark.parametrize(("name", "least"), [(envs.GRAPHS, 1), (envs.GRAPH_BYTES, 0)])
+def test_a_number_too_small_says_from_where(name: str, least: int) -> None:
+    with pytest.raises(envs.ConfigurationError, match=f"{name}='{least - 1}' is not a whole number from {least}"):
+        envs.read({name: str(least - 1)})

@@ -368,6 +368,97 @@ def test_off_never_checks() -> None:
     assert guard.verdicts == []
 
 
+# --- who captures a fast path in a graph: `checks`, `failures`, `withdraw` -----------------------------------------
+
+
+def test_checks_count_the_calls_that_ran_both_paths() -> None:
+    guard, site = Guard(GuardPolicy.parse("sample:3")), Site()
+    for _ in range(8):
+        before = guard.checks
+        site.run(guard)
+        assert guard.checks - before == (len(site.calls) == 2)
+    assert guard.checks == guard.counters["checks"] == 3
+    site.run(guard, "another")
+    assert guard.checks == 4
+
+
+@pytest.mark.parametrize("policy", ["once", "sample:3"])
+def test_a_trusted_call_is_no_check_and_a_banned_one_neither(policy: str) -> None:
+    guard, good, bad = Guard(GuardPolicy.parse(policy)), Site(), Site(wrong=True)
+    good.run(guard, "good")
+    bad.run(guard, "bad")
+    assert guard.checks == 2
+    good.run(guard, "good")
+    bad.run(guard, "bad")
+    assert guard.checks == 2
+    assert Guard(GuardPolicy.parse("off")).checks == 0
+
+
+def test_a_check_without_a_verdict_counts_as_one() -> None:
+    """What ran in it is not what the next call runs."""
+    guard, site = Guard(ONCE), Site(error=torch.OutOfMemoryError("tried to allocate"))
+    for count in (1, 2):
+        site.run(guard)
+        assert guard.checks == count
+
+
+def test_failures_count_signatures_sent_to_stock_for_good() -> None:
+    guard, bad, later = Guard(GuardPolicy.parse("sample:2")), Site(wrong=True), Site()
+    assert guard.failures == 0
+    for _ in range(3):
+        bad.run(guard, "bad")
+        assert guard.failures == 1
+    later.run(guard, "later")
+    assert guard.failures == 1
+    later.wrong = True
+    later.run(guard, "later")
+    later.run(guard, "later")
+    assert guard.failures == 2
+    raising = Site()
+    raising.run(guard, "raising")
+    raising.error = RuntimeError("misaligned address")
+    raising.run(guard, "raising")
+    assert guard.failures == 3
+    Site(error=torch.OutOfMemoryError("tried to allocate")).run(guard, "no verdict")
+    assert guard.failures == 3
+
+
+@pytest.mark.parametrize("policy", ["once", "sample:100", "always"])
+def test_what_is_withdrawn_is_checked_anew(policy: str) -> None:
+    guard, site = Guard(GuardPolicy.parse(policy)), Site()
+    other = Site()
+    for each in (site, other):
+        each.run(guard, each is site)
+    guard.withdraw("norm_quant", True)
+    assert guard.verdict("norm_quant", True) is None
+    assert guard.verdict("norm_quant", False) is Verdict.ADMITTED
+    site.wrong = True  # another fast path: what was known of the old one is worth nothing
+    assert site.run(guard, True).tolist() == STOCK
+    assert site.calls == ["stock", "fast"]
+    assert guard.verdict("norm_quant", True) is Verdict.FAILED
+    other.run(guard, False)
+    assert other.calls == (["stock", "fast"] if policy == "always" else ["fast"])
+
+
+def test_what_failed_cannot_be_withdrawn() -> None:
+    guard, site = Guard(ONCE), Site(wrong=True)
+    site.run(guard)
+    site.wrong = False
+    guard.withdraw("norm_quant", "s")
+    assert guard.verdict("norm_quant", "s") is Verdict.FAILED
+    site.run(guard)
+    assert site.calls == ["stock"]
+    assert guard.failures == 1
+
+
+def test_what_was_never_seen_can_be_withdrawn() -> None:
+    guard, site = Guard(ONCE), Site()
+    guard.withdraw("norm_quant", "s")
+    assert guard.verdicts == []
+    site.run(guard)
+    assert guard.verdict("norm_quant", "s") is Verdict.ADMITTED
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -1,8 +1,10 @@
 """Apply, verify, revert: on SGLang's own objects, beside SGLang's own hook registry."""
 
 import functools
+import gc
 import importlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,3 +237,110 @@ def test_undoing_what_an_import_triggered(package: str) -> None:
     assert events == ["applied"]
     patch.revert()
     assert events == ["applied", "undone"]
+
+
+_OURS = """
+import functools
+
+def wrap(mark):
+    def wrap_site(original):
+        @functools.wraps(original)
+        def wrapper(*args, **kwargs):
+            return f"{mark}({original(*args, **kwargs)})"
+        return wrapper
+    return wrap_site
+"""
+
+
+def ours(mark: str) -> Callable[..., Any]:
+    """A wrap as a patch of this plugin has it: its function is defined in one of the plugin's modules."""
+    namespace: dict[str, Any] = {"__name__": "sglang_fastpath.patches.diffusion.for_the_test"}
+    exec(_OURS, namespace)
+    wrap: Callable[..., Any] = namespace["wrap"](mark)
+    return wrap
+
+
+@pytest.mark.parametrize("first_reverted", ["a", "b"])
+def test_two_features_share_a_site_and_revert_in_either_order(linear: ReplicatedLinear, first_reverted: str) -> None:
+    before, stock = ReplicatedLinear.extra_repr, linear.extra_repr()
+    patches = {mark: Patch() for mark in "ab"}
+    for mark, patch in patches.items():
+        patch.replace(EXTRA_REPR, ours(mark))
+    assert [patch.verify() for patch in patches.values()] == [None, None]
+    assert linear.extra_repr() == f"b(a({stock}))"
+    patches.pop(first_reverted).revert()
+    ((mark, patch),) = patches.items()
+    assert patch.verify() is None
+    assert linear.extra_repr() == f"{mark}({stock})"
+    patch.revert()
+    assert ReplicatedLinear.extra_repr is before
+
+
+def test_a_feature_that_was_reverted_comes_back_around_the_other(linear: ReplicatedLinear) -> None:
+    before, stock = ReplicatedLinear.extra_repr, linear.extra_repr()
+    inner, outer, again = Patch(), Patch(), Patch()
+    inner.replace(EXTRA_REPR, ours("a"))
+    outer.replace(EXTRA_REPR, ours("b"))
+    inner.revert()
+    again.replace(EXTRA_REPR, ours("c"))
+    assert linear.extra_repr() == f"c(b({stock}))"
+    outer.revert()
+    assert again.verify() is None
+    assert linear.extra_repr() == f"c({stock})"
+    again.revert()
+    assert ReplicatedLinear.extra_repr is before
+
+
+def test_a_feature_that_loses_another_site_leaves_the_shared_one_to_the_other(linear: ReplicatedLinear) -> None:
+    forward, before, stock = ReplicatedLinear.forward, ReplicatedLinear.extra_repr, linear.extra_repr()
+    inner, outer = Patch(), Patch()
+    inner.replace(EXTRA_REPR, ours("a"))
+    inner.replace(LINEAR, ours("a"))
+    outer.replace(EXTRA_REPR, ours("b"))
+    ReplicatedLinear.forward = lambda self, x: x
+    assert LINEAR in (inner.verify() or "")
+    assert outer.verify() is None
+    assert linear.extra_repr() == f"b({stock})"
+    outer.revert()
+    assert ReplicatedLinear.extra_repr is before
+    ReplicatedLinear.forward = forward
+
+
+@pytest.mark.parametrize("layers", ["foreign alone", "ours around foreign"])
+def test_a_foreign_wrapper_beneath_ours_still_loses(linear: ReplicatedLinear, layers: str) -> None:
+    """That one of ours lies on top says nothing about what lies beneath it."""
+    ReplicatedLinear.extra_repr = shouting(ReplicatedLinear.extra_repr)
+    if layers == "ours around foreign":
+        ReplicatedLinear.extra_repr = ours("a")(ReplicatedLinear.extra_repr)
+    standing = ReplicatedLinear.extra_repr
+    lost: list[str] = []
+    Patch(on_lost=lost.append).replace(EXTRA_REPR, ours("b"))
+    assert ReplicatedLinear.extra_repr is standing
+    assert len(lost) == 1
+    assert EXTRA_REPR in lost[0]
+
+
+def test_a_foreign_function_between_two_of_ours_is_noticed(linear: ReplicatedLinear) -> None:
+    inner, outer = Patch(), Patch()
+    inner.replace(EXTRA_REPR, ours("a"))
+    foreign = ReplicatedLinear.extra_repr = lambda self: "foreign"
+    outer.replace(EXTRA_REPR, ours("b"))
+    assert EXTRA_REPR in (outer.lost or "")
+    assert EXTRA_REPR in (inner.verify() or "")
+    assert ReplicatedLinear.extra_repr is foreign
+
+
+def test_a_reverted_patch_holds_nothing_though_its_module_may_still_come(package: str) -> None:
+    """A patch's wraps hold the plan with all it has captured; a module that is never imported must not."""
+
+    class Captured:
+        pass
+
+    captured = Captured()
+    gone = weakref.ref(captured)
+    patch = Patch(on_lost=functools.partial(print, captured))
+    patch.replace(f"{package}.defining:greet", functools.partial(lambda held, original: original, captured))
+    patch.revert()
+    del patch, captured
+    gc.collect()
+    assert gone() is None

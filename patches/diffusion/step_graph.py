@@ -403,16 +403,21 @@ class _Counts:
 
     @classmethod
     def of(cls, plan: Plan) -> "_Counts":
-        # The reuse of the modulation stands aside in a capture; here it is the table's.
-        records = [(id, record) for id, record in plan.records.items() if id != _REUSE]
+        records = plan.records.items()
         return cls(
             Counter({id: record.hits for id, record in records}),
             {id: Counter(record.fallbacks) for id, record in records},
         )
 
     def __sub__(self, before: "_Counts") -> "_Counts":
-        fallbacks = {id: counts - before._fallbacks[id] for id, counts in self._fallbacks.items()}
-        return _Counts(self._hits - before._hits, {id: counts for id, counts in fallbacks.items() if counts})
+        hits, fallbacks = self._hits - before._hits, {}
+        for id, counts in self._fallbacks.items():
+            if more := counts - before._fallbacks[id]:
+                fallbacks[id] = more
+        # The reuse of the modulation stands aside in a capture; in a replay it is the table's.
+        hits.pop(_REUSE, None)
+        fallbacks.pop(_REUSE, None)
+        return _Counts(hits, fallbacks)
 
     def add_to(self, plan: Plan) -> None:
         for id, hits in self._hits.items():
