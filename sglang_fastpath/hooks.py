@@ -88,6 +88,8 @@ class Patch:
         self.lost: str | None = None
         self._on_lost = on_lost
         self._reverted = False
+        # Here, not in the hooks that wait for a module: those stay for good, and would keep what a wrap holds.
+        self._wraps: dict[str, Wrap] = {}
         self._undo: list[Callable[[], None]] = []
 
     def replace(self, target: str, wrap: Wrap, *, stock_only: bool = True) -> None:
@@ -98,12 +100,14 @@ class Patch:
         are composed with; its replacements are not.
         """
         module_name, _, qualname = target.partition(":")
+        self._wraps[target] = wrap
 
         def patch_module(module: ModuleType) -> None:
-            if self._reverted or self.lost:
+            waiting = self._wraps.get(target)
+            if waiting is None or self.lost:
                 return
             try:
-                self._replace_in(module, target, qualname, wrap, stock_only)
+                self._replace_in(module, target, qualname, waiting, stock_only)
             except AttributeError as error:
                 self._lose(f"{target} is missing: {error}")
 
@@ -128,6 +132,8 @@ class Patch:
     def revert(self) -> None:
         """Undoes everything, last replacement first. Modules imported later stay stock."""
         self._reverted = True
+        self._wraps.clear()
+        self._on_lost = None
         while self.replacements:
             self.replacements.pop().revert()
         while self._undo:

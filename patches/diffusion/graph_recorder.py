@@ -40,14 +40,16 @@ class CudaGraphRecorder:
     """
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._pools: list[Any] = []  # the last one is in use; others belong to graphs from before a broken capture
+        self._broken: list[torch.cuda.CUDAGraph] = []
         self._stream: torch.cuda.Stream | None = None
 
     def record(self, work: Callable[[], T]) -> tuple[Recording, T]:
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if not self._pools:
+            self._pools.append(torch.cuda.graph_pool_handle())
+        pool = self._pools[-1]
         graph = torch.cuda.CUDAGraph()
         # cuBLAS keeps a workspace for each stream. One from the graph's pool would outlive the pool.
         torch._C._cuda_clearCublasWorkspaces()
@@ -56,31 +58,42 @@ class CudaGraphRecorder:
         try:
             with torch.cuda.stream(self._stream):
                 # Other threads (copies of the next request, NCCL's watchdog) may go on with what capture forbids.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     result = work()
                 except BaseException:
-                    _abandon(graph)
+                    with contextlib.suppress(RuntimeError):  # what `work` raised says more
+                        self._end(graph, pool)
                     raise
-                graph.capture_end()
+                self._end(graph, pool)
         finally:
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.current_stream().wait_stream(self._stream)
         return graph, result
 
     def pool_bytes(self) -> int:
-        if self._pool is None:
-            return 0
+        pools = {tuple(pool) for pool in self._pools}
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in pools)
 
     def empty_pool(self) -> None:
-        self._pool = None
+        self._pools.clear()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
+    def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """Ends a capture. One that CUDA has invalidated raises, and leaves the allocator in the middle of it.
 
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    """Ends a capture whose work raised; ending one that CUDA has already invalidated raises as well."""
-    with contextlib.suppress(RuntimeError):
-        graph.capture_end()
+        PyTorch asks CUDA for the graph before it takes the allocator off the pool. So that is done here, and the next
+        capture gets another pool; the graph object stays, since the allocator's filter belongs to it.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            device = torch.cuda.current_device()
+            self._broken.append(graph)
+            self._pools.append(torch.cuda.graph_pool_handle())
+            with contextlib.suppress(RuntimeError):  # where PyTorch has taken it off itself
+                torch._C._cuda_endAllocateToPool(device, pool)
+                torch._C._cuda_releasePool(device, pool)
+            raise

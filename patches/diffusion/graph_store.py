@@ -31,7 +31,6 @@ class CapturedPass:
         """
         self._inputs = StaticTensors(call.tensors)
         self._inputs.copy_from(call.tensors)
-        self._outputs: StaticTensors | None = None
         arguments = call.rebuild(self._inputs.tensors)
 
         def recorded() -> FlatCall:
@@ -81,7 +80,7 @@ class GraphStore:
         """Captures `work(arguments)` under `key`; see `CapturedPass` for what it raises.
 
         Raises:
-            TooLarge: if the pool outgrew its ceiling for this pass. Then all graphs are gone, this one included.
+            TooLarge: if the pool outgrew its ceiling for this pass alone. Then all graphs are gone.
         """
         while len(self._captured) >= self._most:
             self._evict()
@@ -91,7 +90,10 @@ class GraphStore:
         held = self._recorder.pool_bytes()
         if held > self._ceiling:
             del captured
+            others = bool(self._captured)
             self.clear()
+            if others:  # they may have made it so: alone it may fit
+                return self.capture(key, call, work, keep)
             raise TooLarge(
                 f"its graph takes the pool to {held:,} bytes, over SGLANG_FASTPATH_GRAPH_BYTES={self._ceiling}"
             )

@@ -169,6 +169,7 @@ class StepGraphs:
         # Signatures whose last eager pass checked nothing, and those that cannot be captured, with the reason.
         self._steady: dict[_Key, None] = {}
         self._given_up: dict[_Key, str] = {}
+        self._starved: dict[_Key, None] = {}
         self._captured: weakref.WeakKeyDictionary[CapturedPass, _Captured] = weakref.WeakKeyDictionary()
         self._step: ContextVar[object | None] = ContextVar("step", default=None)
         self._linears: ContextVar[_LinearMode | None] = ContextVar("linears", default=None)
@@ -318,7 +319,11 @@ class StepGraphs:
             self._give_up(found, str(why))
         except torch.OutOfMemoryError:
             self._store.clear()
-            self._record.fall_back("out of memory during capture")
+            if found.key in self._starved:
+                self._give_up(found, "out of memory during capture, twice")
+            else:
+                self._starved[found.key] = None
+                self._record.fall_back("out of memory during capture")
         except Exception as error:
             self._give_up(found, f"capture failed: {type(error).__name__}: {error}")
         else:
@@ -353,13 +358,15 @@ class StepGraphs:
         if model is None or why:
             self._numbered += 1
             model = self._models[denoiser] = _Model(self._numbered, ModelState(denoiser))
-            weakref.finalize(denoiser, self._forget, model.number).atexit = False
+            # By a weak reference: a plan that is dropped takes its graphs with it, though the denoiser lives on.
+            weakref.finalize(denoiser, _forget_in, weakref.ref(self), model.number).atexit = False
         model.looked_at_in = step
         return model
 
     def _forget(self, number: int) -> None:
         self._store.drop(lambda key: key[0] == number)
         self._steady = {key: None for key in self._steady if key[0] != number}
+        self._starved = {key: None for key in self._starved if key[0] != number}
         self._given_up = {key: why for key, why in self._given_up.items() if key[0] != number}
 
     def _forget_all(self) -> None:
@@ -393,6 +400,11 @@ class StepGraphs:
             yield mode
         finally:
             self._linears.reset(token)
+
+
+def _forget_in(graphs: "weakref.ref[StepGraphs]", number: int) -> None:
+    if (living := graphs()) is not None:
+        living._forget(number)
 
 
 class _Counts:

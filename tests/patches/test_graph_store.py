@@ -48,7 +48,7 @@ def make_store(entries: int = 8, pool_bytes: int = UNBOUNDED) -> tuple[GraphStor
     return GraphStore(recorder, entries=entries, pool_bytes=pool_bytes), recorder
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(
     entries=st.integers(1, 4),
     needs=st.lists(st.integers(0, 8), min_size=6, max_size=6),
