@@ -157,7 +157,6 @@ CATALOGUE: tuple[Feature, ...] = (
             f"{_QWEN_IMAGE}:QwenImageTransformerBlock._modulate",
             f"{_QWEN_IMAGE}:QwenImageCrossAttention.forward",
             f"{_QWEN_IMAGE}:QwenTimestepProjEmbeddings.forward",
-            f"{_ATTENTION}.layer:USPAttention.forward",
             f"{_ATTENTION}.backends.flash_attn:FlashAttentionImpl.forward",
             f"{_ATTENTION}.backends.sdpa:SDPAImpl.forward",
             f"{_DENOISING}:DenoisingStage._predict_noise_with_cfg",
