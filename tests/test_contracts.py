@@ -273,10 +273,13 @@ def test_every_published_release_and_every_target_of_the_catalogue_is_recorded()
 
 
 def test_the_installed_release_keeps_its_contracts_and_is_checked_quickly() -> None:
-    contracts._definitions.cache_clear()
-    start = time.process_time()
-    assert check(contract_targets(), STOCK) is None
-    assert time.process_time() - start < 0.5  # 0.09 s on a slow core
+    taken = []
+    for _ in range(3):  # the least: a garbage collection of a large heap takes longer than the check
+        contracts._definitions.cache_clear()
+        start = time.process_time()
+        assert check(contract_targets(), STOCK) is None
+        taken.append(time.process_time() - start)
+    assert min(taken) < 0.5  # 0.09 s on a slow core
 
 
 @pytest.mark.releases
