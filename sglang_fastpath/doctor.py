@@ -70,8 +70,7 @@ def _machine(environ: Mapping[str, str]) -> list[Finding]:
     for need, unmet in REQUIREMENTS.items():
         why = unmet(machine)
         wanted_by = [feature.id for feature in CATALOGUE if need in feature.needs]
-        stands_in = machine.emulated and need == "gpu"  # what needs a real one is off then
-        level: Literal["note", "error"] = "error" if wanted_by and not stands_in else "note"
+        level: Literal["note", "error"] = "error" if wanted_by else "note"
         text = f"{why}{'; needed by ' + ', '.join(wanted_by) if wanted_by else ''}" if why else "met"
         findings.append(Finding(f"needs {need}", level if why else "ok", text))
     return findings

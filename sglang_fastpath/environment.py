@@ -64,7 +64,8 @@ def _version(distribution: str) -> str | None:
 
 
 def _needs_gpu(env: Environment) -> str | None:
-    return None if env.gpu else "no NVIDIA GPU: torch.cuda.is_available() is False"
+    """A GPU, or the emulation: `plan` switches off what it cannot stand in for."""
+    return None if env.gpu or env.emulated else "no NVIDIA GPU: torch.cuda.is_available() is False"
 
 
 def _needs_supported_sm(env: Environment) -> str | None:

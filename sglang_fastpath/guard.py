@@ -207,6 +207,15 @@ def _max_ulp(fast: Tensor, stock: Tensor, float_type: dtype) -> tuple[int | None
     return (None if nans else max_ulp), nans
 
 
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    import torch
+
+    # Without a driver, asking about capture raises.
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(frozen=True)
 class GuardPolicy:
     """When a call is checked: `once` per signature, also one admitted call in `every` (`sample`), `always`,
@@ -375,9 +384,7 @@ class Guard:
             self._count_compiling()
             return stock()
 
-        # Without a driver, asking about capture raises.
-        initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        capturing = initialized and torch.cuda.is_current_stream_capturing()
+        capturing = is_capturing()
         with self._lock:
             known = self._signatures.setdefault(key, _Signature())
             due = known.verdict is None

@@ -162,13 +162,12 @@ def _decide(
         return State.UNSUPPORTED, "SGLang is not installed here"
     if contracts.is_recorded(release) and _is_native(feature, release.version):
         return State.NATIVE, f"stock does it since {feature.native_since}"
-    needs = [] if environment.emulated and feature.needs_a_gpu else feature.needs
-    unmet = [why for need in needs if (why := REQUIREMENTS[need](environment))]
+    unmet = [why for need in feature.needs if (why := REQUIREMENTS[need](environment))]
     if unmet:
         return State.UNSUPPORTED, "; ".join(unmet)
     if drift := contracts.check(feature.contract, release):
         return State.DRIFTED, str(drift)
-    if feature.needs_a_gpu and environment.emulated and not environment.gpu:
+    if feature.needs_a_gpu and not environment.gpu:
         return State.OFF, f"{EMULATE}=1 emulates arithmetic, not a GPU"
     return State.ACTIVE, ""
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import torch
 from sglang_fastpath.kernels.act_quant import ActInput
-from sglang_fastpath.kernels.fused_kernels import GROUP, Quantized, QuantizedPair
+from sglang_fastpath.kernels.fused_kernels import GROUP, TMA_ALIGNED_ROWS, Quantized, QuantizedPair
 from sglang_fastpath.kernels.gated_residual import GatedInput
 from sglang_fastpath.kernels.norm_quant import NormInput
 from sglang_fastpath.kernels.qkv_epilogue import HEAD, QkvInput
+from sglang_fastpath.kernels.swiglu_quant import SwigluInput
 from torch import Tensor, nn
 
 from sglang_fastpath.guard import compare
@@ -47,6 +48,10 @@ def edge_groups(*, finite: bool = False) -> Tensor:
             groups[-1][5 : 5 + len(special)] = torch.tensor(special)
         groups.append(torch.full((GROUP,), torch.nan))
     return torch.stack(groups).to(BF16)
+
+
+def edges_of(contents: str) -> Tensor | None:
+    return edge_groups() if contents == "edges" else None
 
 
 def rows_of(
@@ -167,6 +172,32 @@ def act_input(
     return ActInput(x, rows_of(1, width, seed=seed + 1, device=device)[0] if bias else None)
 
 
+def swiglu_input(
+    rows: int,
+    attention_width: int,
+    width: int,
+    *,
+    strided: bool,
+    seed: int,
+    device: str = "cpu",
+    edges: Tensor | None = None,
+) -> SwigluInput:
+    """`strided`: x is the last columns of a merged projection, the attention output the first ones of wider rows."""
+    spare = 3 * 128 if strided else 0
+    like = {"device": device, "edges": edges}
+    before = rows_of(rows, spare, seed=seed, device=device)
+    x1, x2, attention, behind = (
+        rows_of(rows, columns, seed=seed + 1 + i, **like)
+        for i, columns in enumerate((width, width, attention_width or 128, 128))
+    )
+    return SwigluInput(
+        x=torch.cat([before, x1, x2], dim=-1)[:, spare:],
+        attention=(torch.cat([attention, behind], dim=-1) if strided else attention)[:, :attention_width]
+        if attention_width
+        else None,
+    )
+
+
 # --- what stock does -----------------------------------------------------------------------------------------------
 
 
@@ -252,6 +283,26 @@ def stock_activation(stream: ActInput, *, gelu: bool) -> Tensor:
     return (nn.functional.gelu(x, approximate="tanh") if gelu else x).view(-1, x.shape[-1])
 
 
+def stock_swiglu(stream: SwigluInput) -> Tensor:
+    """The rows that stock's next linear quantizes, from [1, rows, ..] as its blocks have them."""
+    from sglang.multimodal_gen.runtime.models.dits.flux_2 import Flux2SwiGLU
+
+    y = Flux2SwiGLU()(stream.x.unsqueeze(0))
+    if stream.attention is not None:
+        y = torch.cat([stream.attention.unsqueeze(0), y], dim=-1)
+    return y[0]
+
+
+def stock_quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """On a GPU: what stock's block-FP8 linear makes of its input."""
+    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+
+    q, scale = sglang_per_token_group_quant_fp8(
+        rows.contiguous(), 128, column_major_scales=True, scale_tma_aligned=True, scale_ue8m0=False
+    )
+    return q, scale
+
+
 def assert_operands(
     pair: QuantizedPair, rows: tuple[Tensor, Tensor], quantize: Quantizer, *, grouped_rows: int = 0
 ) -> None:
@@ -296,3 +347,18 @@ def assert_scale_layout(operand: Quantized) -> None:
         operand.scale.storage_offset() + rows,
     )
     assert_same_bytes(padding, torch.zeros_like(padding))
+
+
+def assert_operand(operand: Quantized, rows: Tensor, quantize: Quantizer) -> None:
+    """`operand` is what `quantize` makes of the rows, laid out as DeepGEMM reads it."""
+    assert_same_bytes((operand.q, operand.scale), quantize(rows))
+    assert operand.q.is_contiguous()
+    assert operand.padded_rows == -(-len(rows) // TMA_ALIGNED_ROWS) * TMA_ALIGNED_ROWS
+    assert_scale_layout(operand)
+
+
+def poison() -> None:
+    """Fills the memory that the next allocations will get with NaN of every format: what is left unwritten shows."""
+    torch.cuda.empty_cache()
+    blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for size in (1 << 30, *[1 << 19] * 64)]
+    del blocks

@@ -1,7 +1,6 @@
 """The captured passes of a process: found by signature, the least recently used dropped, their memory bounded."""
 
 import gc
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -9,8 +8,6 @@ from typing import Any
 from sglang_fastpath.patches.diffusion.call_signature import FlatCall, StaticTensors, flatten
 from sglang_fastpath.patches.diffusion.graph_recorder import Recorder, Recording
 from torch import Tensor
-
-logger = logging.getLogger("sglang_fastpath")
 
 # Giving memory back means to capture the surviving graphs anew, so only for more than this part of the pool.
 _WORTH_RETIRING = 0.25

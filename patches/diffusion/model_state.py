@@ -38,6 +38,7 @@ class ModelState:
         self._tables = [table for table in tables if table]
         self._entries = _values(self._tables)
         self._tensors = [tensor for tensor in self._entries if tensor is not None]
+        self.devices = {tensor.device for tensor in self._tensors}
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._versions = list(map(_version, self._counted))
@@ -81,9 +82,8 @@ class ModelState:
 
     def _refusal(self, model: nn.Module, modules: list[nn.Module]) -> str | None:
         """Why this model cannot be captured at all, or None."""
-        devices = {tensor.device for tensor in self._tensors}
-        if len(devices) > 1:
-            return f"its weights are on {', '.join(sorted(map(str, devices)))}: offloaded"
+        if len(self.devices) > 1:
+            return f"its weights are on {', '.join(sorted(map(str, self.devices)))}: offloaded"
         for module in modules:
             if getattr(module, "_compiled_call_impl", None) is not None:
                 return "torch.compile compiled it, or a part of it"

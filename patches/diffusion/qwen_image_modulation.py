@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang_fastpath.guard import is_capturing
 from sglang_fastpath.plan import FeatureRecord, Plan
 
 # What identifies a tensor's contents while a reference to it is held: itself, its version, its address.
@@ -148,7 +149,7 @@ class ModulationCache:
                 self._record.fall_back("outside a denoising step")
             elif torch.is_grad_enabled():
                 self._record.fall_back("gradients are enabled")
-            elif in_breakable_graph() or _is_capturing():
+            elif in_breakable_graph() or is_capturing():
                 self._record.fall_back("inside a CUDA graph capture")
             elif not isinstance(kwargs.get("timestep"), torch.Tensor):
                 self._record.fall_back("the timestep is not a tensor passed by name")
@@ -249,9 +250,3 @@ def modulation_linears(denoiser: Any, refused: Callable[[str], None] = lambda wh
             else:
                 linears[linear] = f"transformer_blocks.{index}.{name}"
     return linears
-
-
-def _is_capturing() -> bool:
-    # Without a driver, asking about capture raises.
-    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return initialized and torch.cuda.is_current_stream_capturing()

@@ -41,7 +41,7 @@ from sglang_fastpath.patches.diffusion.qwen_image_modulation import modulation_l
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
-from sglang_fastpath.guard import Verdict
+from sglang_fastpath.guard import Verdict, is_capturing
 from sglang_fastpath.plan import FeatureRecord, Plan, State
 
 logger = logging.getLogger("sglang_fastpath")
@@ -240,7 +240,7 @@ class StepGraphs:
         if model.state.has_hooks():
             raise Ineligible("a module has hooks")
         call = flatten(kwargs)
-        if any(tensor.device.type != denoiser_device(denoiser).type for tensor in call.tensors):
+        if any(tensor.device not in model.state.devices for tensor in call.tensors):
             raise Ineligible("an argument is on another device than the denoiser")
         source = self._source(kwargs)
         table = self._table(model, denoiser, kwargs) if source else None
@@ -443,10 +443,6 @@ class _Counts:
             plan.records[id].fallbacks = Counter(fallbacks)
 
 
-def denoiser_device(denoiser: nn.Module) -> torch.device:
-    return next(denoiser.parameters()).device
-
-
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
@@ -474,7 +470,7 @@ def _left_to_stock(args: Any, kwargs: dict[str, Any], namespace: dict[str, Any])
         return "gradients are enabled"
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return "autocast, which keeps casts of the weights only while it is on"
-    if _is_capturing():
+    if is_capturing():
         return "inside another CUDA graph capture"
     if namespace.get("is_in_breakable_cuda_graph", lambda: False)():
         return "inside SGLang's breakable CUDA graph"
@@ -512,9 +508,3 @@ def _cached_by_stock(denoiser: Any, kwargs: dict[str, Any], namespace: dict[str,
         return ()
     device = kwargs["timestep"].device
     return (denoiser.build_modulate_index(namespace["to_hashable"](kwargs["img_shapes"]), device),)
-
-
-def _is_capturing() -> bool:
-    # Without a driver, asking about capture raises.
-    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return initialized and torch.cuda.is_current_stream_capturing()

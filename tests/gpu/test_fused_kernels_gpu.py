@@ -13,14 +13,16 @@ from stock_chains import (
     act_input,
     assert_operands,
     assert_same_bytes,
-    edge_groups,
+    edges_of,
     gated_input,
     norm_input,
+    poison,
     qkv_input,
     stock_activation,
     stock_gated_residual,
     stock_norm,
     stock_qkv,
+    stock_quantize,
 )
 from torch import Tensor
 
@@ -51,26 +53,6 @@ CUDA: dict[str, Any] = {"device": "cuda"}
 def inference() -> Iterator[None]:
     with torch.inference_mode():
         yield
-
-
-def poison() -> None:
-    """Fills the memory that the next allocations will get with NaN of every format: what is left unwritten shows."""
-    torch.cuda.empty_cache()
-    blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, **CUDA) for size in (1 << 30, *[1 << 19] * 64)]
-    del blocks
-
-
-def stock_quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
-
-    q, scale = sglang_per_token_group_quant_fp8(
-        rows.contiguous(), 128, column_major_scales=True, scale_tma_aligned=True, scale_ue8m0=False
-    )
-    return q, scale
-
-
-def edges_of(contents: str) -> Tensor | None:
-    return edge_groups() if contents == "edges" else None
 
 
 def check_norm_quant(

@@ -8,8 +8,17 @@ import torch
 import torch.nn.functional as F
 from sglang_fastpath.kernels import swiglu_quant
 from sglang_fastpath.kernels.swiglu_quant import SwigluInput
-from stock_chains import BF16, assert_operands, assert_same_bytes, edge_groups
-from swiglu_chain import assert_operand, stock_swiglu, swiglu_input
+from stock_chains import (
+    BF16,
+    assert_operand,
+    assert_operands,
+    assert_same_bytes,
+    edges_of,
+    poison,
+    stock_quantize,
+    stock_swiglu,
+    swiglu_input,
+)
 from torch import Tensor
 
 pytestmark = [
@@ -28,26 +37,6 @@ CUDA: dict[str, Any] = {"device": "cuda"}
 def inference() -> Iterator[None]:
     with torch.inference_mode():
         yield
-
-
-def poison() -> None:
-    """Fills the memory that the next allocations will get with NaN of every format: what is left unwritten shows."""
-    torch.cuda.empty_cache()
-    blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, **CUDA) for size in (1 << 30, *[1 << 19] * 64)]
-    del blocks
-
-
-def stock_quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
-
-    q, scale = sglang_per_token_group_quant_fp8(
-        rows.contiguous(), 128, column_major_scales=True, scale_tma_aligned=True, scale_ue8m0=False
-    )
-    return q, scale
-
-
-def edges_of(contents: str) -> Tensor | None:
-    return edge_groups() if contents == "edges" else None
 
 
 def fill_table() -> None:

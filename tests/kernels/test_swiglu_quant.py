@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from sglang_fastpath.kernels import fused_kernels, swiglu_quant
 from sglang_fastpath.kernels.block_fp8_linear import quantize_per_token_group
 from sglang_fastpath.kernels.swiglu_quant import SwigluInput
-from stock_chains import BF16, assert_operands, assert_same_bytes, edge_groups
-from swiglu_chain import assert_operand, stock_swiglu, swiglu_input
+from stock_chains import (
+    BF16,
+    assert_operand,
+    assert_operands,
+    assert_same_bytes,
+    edge_groups,
+    stock_swiglu,
+    swiglu_input,
+)
 from torch import Tensor
 
 from sglang_fastpath.denoisers import start_runtime
