@@ -1,4 +1,4 @@
-// Device code shared by the fused kernels: vectors of eight bf16, and stock's per-token-group quantizer.
+// Device code shared by the fused kernels: vectors of eight and four bf16, and stock's per-token-group quantizer.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,14 @@ using bf16x2 = __nv_bfloat162;
 constexpr int kGroup = 128;              // elements of a row that share a scale
 constexpr int kVector = 8;               // bf16 in one 16-byte access
 constexpr int kGroupThreads = kGroup / kVector;
+constexpr int kQuad = 4;                 // bf16 of a lane where a warp has a group
 
 struct alignas(16) Vector {
   bf16x2 pair[kVector / 2];
+};
+
+struct alignas(8) Quad {
+  bf16x2 pair[kQuad / 2];
 };
 
 struct alignas(8) Fp8Vector {
@@ -28,6 +33,12 @@ struct alignas(8) Fp8Vector {
 __device__ __forceinline__ Vector load(const bf16* from) {
   const uint4 bits = __ldg(reinterpret_cast<const uint4*>(from));
   return reinterpret_cast<const Vector&>(bits);
+}
+
+// The `index`-th four elements from `from`.
+__device__ __forceinline__ Quad load_quad(const bf16* from, int index) {
+  const uint2 bits = __ldg(reinterpret_cast<const uint2*>(from) + index);
+  return reinterpret_cast<const Quad&>(bits);
 }
 
 __device__ __forceinline__ void store(bf16* to, const Vector& v) {

@@ -7,11 +7,6 @@
 namespace fastpath {
 
 constexpr int kHead = 128;
-constexpr int kLaneElements = kHead / 32;
-
-struct alignas(8) Quad {
-  bf16x2 pair[kLaneElements / 2];
-};
 
 // One stream. Rows of q, k and v are `stride` apart (three times their width where the GEMM was merged).
 struct QkvStream {
@@ -32,11 +27,6 @@ struct QkvParams {
   int heads;
   float eps;
 };
-
-__device__ __forceinline__ Quad load_quad(const bf16* from, int lane) {
-  const uint2 bits = __ldg(reinterpret_cast<const uint2*>(from) + lane);
-  return reinterpret_cast<const Quad&>(bits);
-}
 
 // One block a row, a warp a head. Each warp takes the same head of q, k and v at a time: three loads in flight.
 template <bool kBias>
