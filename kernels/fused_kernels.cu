@@ -11,6 +11,7 @@
 
 #include "act_quant.cuh"
 #include "gated_residual.cuh"
+#include "layer_norm_quant.cuh"
 #include "norm_quant.cuh"
 #include "qkv_epilogue.cuh"
 #include "swiglu_quant.cuh"
@@ -56,6 +57,24 @@ void norm_quant(tvm::ffi::Bytes bytes, bool gated, bool bias, bool zero_added, i
   check_launch("norm_quant");
 }
 
+// FLUX.2's widths, and FLUX.2-klein's, have kernels of their own: their loops end where the compiler knows.
+template <bool kGated>
+void (*layer_norm_quant_variant(int width))(LayerNormParams) {
+  switch (width) {
+    case 12 * kLayerNormStep: return layer_norm_quant_kernel<kGated, 12, true>;
+    case 8 * kLayerNormStep: return layer_norm_quant_kernel<kGated, 8, true>;
+    case 6 * kLayerNormStep: return layer_norm_quant_kernel<kGated, 6, true>;
+    default: return layer_norm_quant_kernel<kGated, kMostQuads, false>;
+  }
+}
+
+void layer_norm_quant(tvm::ffi::Bytes bytes, bool gated, int64_t stream) {
+  const auto params = unpack<LayerNormParams>(bytes);
+  const auto kernel = gated ? layer_norm_quant_variant<true>(params.width) : layer_norm_quant_variant<false>(params.width);
+  launch(kernel, params.stream[0].rows + params.stream[1].rows, kLayerNormThreads, 0, stream, params);
+  check_launch("layer_norm_quant");
+}
+
 void qkv_epilogue(tvm::ffi::Bytes bytes, bool bias, int64_t stream) {
   const auto params = unpack<QkvParams>(bytes);
   const int rows = params.stream[0].rows + params.stream[1].rows;
@@ -96,16 +115,20 @@ void swiglu_quant(tvm::ffi::Bytes bytes, int64_t processors, int64_t stream) {
   check_launch("swiglu_quant");
 }
 
-void gated_residual(tvm::ffi::Bytes bytes, bool bias, int64_t stream) {
+void gated_residual(tvm::ffi::Bytes bytes, bool bias, bool rounds_product, int64_t stream) {
   const auto params = unpack<GatedParams>(bytes);
   const int64_t vectors = (static_cast<int64_t>(params.stream[0].rows) + params.stream[1].rows) * params.width / kVector;
   const int blocks = static_cast<int>((vectors + kGatedThreads - 1) / kGatedThreads);
-  launch(bias ? gated_residual_kernel<true> : gated_residual_kernel<false>, blocks, kGatedThreads, 0, stream, params);
+  const auto kernel = rounds_product ? (bias ? gated_residual_kernel<true, true> : gated_residual_kernel<false, true>)
+                      : bias         ? gated_residual_kernel<true, false>
+                                     : gated_residual_kernel<false, false>;
+  launch(kernel, blocks, kGatedThreads, 0, stream, params);
   check_launch("gated_residual");
 }
 
 tvm::ffi::Array<int64_t> struct_sizes() {
-  return {sizeof(NormParams), sizeof(QkvParams), sizeof(ActParams), sizeof(GatedParams), sizeof(SwigluParams)};
+  return {sizeof(NormParams),  sizeof(QkvParams),    sizeof(ActParams),
+          sizeof(GatedParams), sizeof(SwigluParams), sizeof(LayerNormParams)};
 }
 
 }  // namespace fastpath
@@ -115,4 +138,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(qkv_epilogue, fastpath::qkv_epilogue);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(act_quant, fastpath::act_quant);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gated_residual, fastpath::gated_residual);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(swiglu_quant, fastpath::swiglu_quant);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layer_norm_quant, fastpath::layer_norm_quant);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(struct_sizes, fastpath::struct_sizes);

@@ -4,8 +4,8 @@ One shared object for all of them: 20 seconds of nvcc once per machine, kept whe
 (`$TVM_FFI_CACHE_DIR`, by default ~/.cache/tvm-ffi) in a folder that names the sources' hash, so that an upgrade never
 loads an older build. Compiled without --use_fast_math: the sources spell out every rounding.
 
-The functions take their C++ parameter struct as bytes. `NORM`, `QKV`, `ACT`, `GATED` and `SWIGLU` below are those
-structs' layouts; `load` compares their sizes with the compiled ones.
+The functions take their C++ parameter struct as bytes. `NORM`, `QKV`, `ACT`, `GATED`, `SWIGLU` and `LAYER_NORM` below
+are those structs' layouts; `load` compares their sizes with the compiled ones.
 """
 
 import functools
@@ -37,6 +37,8 @@ GATED_STREAM = Struct("<5Q3i4x")
 GATED = Struct(f"<{2 * GATED_STREAM.size}si4x")
 SWIGLU_STREAM = Struct("<2Q2Q2i2qi4x")
 SWIGLU = Struct(f"<{2 * SWIGLU_STREAM.size}s2iQ")
+LAYER_NORM_STREAM = Struct("<6Q2Q2i4i")
+LAYER_NORM = Struct(f"<{2 * LAYER_NORM_STREAM.size}sif")
 
 _SOURCES = (
     "fused_kernels.cu",
@@ -47,6 +49,7 @@ _SOURCES = (
     "act_quant.cuh",
     "gated_residual.cuh",
     "swiglu_quant.cuh",
+    "layer_norm_quant.cuh",
 )
 _FLAGS = ("-std=c++17",)
 _building = threading.Lock()
@@ -111,7 +114,7 @@ def load() -> Any:
         )
     module = tvm_ffi.load_module(library)
     sizes = tuple(module.struct_sizes())
-    if sizes != (expected := tuple(layout.size for layout in (NORM, QKV, ACT, GATED, SWIGLU))):
+    if sizes != (expected := tuple(layout.size for layout in (NORM, QKV, ACT, GATED, SWIGLU, LAYER_NORM))):
         raise RuntimeError(f"fused_kernels.cu packs its parameters in {sizes} bytes, fused_kernels.py in {expected}")
     return module
 

@@ -23,7 +23,8 @@ struct GatedParams {
 
 constexpr int kGatedThreads = 256;
 
-template <bool kBias>
+// kRoundsProduct: the product is rounded before the residual is added to it, and nothing is added to the gate.
+template <bool kBias, bool kRoundsProduct>
 __global__ void __launch_bounds__(kGatedThreads) gated_residual_kernel(const __grid_constant__ GatedParams params) {
   const unsigned vectors = params.width / kVector;
   const unsigned first = params.stream[0].rows * vectors;
@@ -46,8 +47,12 @@ __global__ void __launch_bounds__(kGatedThreads) gated_residual_kernel(const __g
   }
 #pragma unroll
   for (int j = 0; j < kVector / 2; ++j) {
-    const bf16x2 scale = __hadd2_rn(gate.pair[j], __float2bfloat162_rn(0.0f));
-    x.pair[j] = __hfma2(x.pair[j], scale, residual.pair[j]);
+    if constexpr (kRoundsProduct) {
+      x.pair[j] = __hadd2_rn(residual.pair[j], __hmul2_rn(gate.pair[j], x.pair[j]));
+    } else {
+      const bf16x2 scale = __hadd2_rn(gate.pair[j], __float2bfloat162_rn(0.0f));
+      x.pair[j] = __hfma2(x.pair[j], scale, residual.pair[j]);
+    }
   }
   store(s.out + at, x);
 }

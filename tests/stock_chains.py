@@ -10,6 +10,7 @@ import torch
 from sglang_fastpath.kernels.act_quant import ActInput
 from sglang_fastpath.kernels.fused_kernels import GROUP, TMA_ALIGNED_ROWS, Quantized, QuantizedPair
 from sglang_fastpath.kernels.gated_residual import GatedInput
+from sglang_fastpath.kernels.layer_norm_quant import LayerNormInput
 from sglang_fastpath.kernels.norm_quant import NormInput
 from sglang_fastpath.kernels.qkv_epilogue import HEAD, QkvInput
 from sglang_fastpath.kernels.swiglu_quant import SwigluInput
@@ -102,6 +103,21 @@ def norm_input(
         residual=residual if gated else None,
         bias=rows_of(1, width, seed=seed + 3, device=device)[0] if bias else None,
     )
+
+
+def layer_norm_input(
+    batch: int,
+    tokens: int,
+    width: int,
+    *,
+    gated: bool,
+    seed: int,
+    device: str = "cpu",
+    edges: Tensor | None = None,
+) -> LayerNormInput:
+    """As `norm_input`: FLUX.2's modulation is laid out like Qwen-Image's."""
+    like = norm_input(batch, tokens, width, gated=gated, bias=False, seed=seed, device=device, edges=edges)
+    return LayerNormInput(like.x, like.scale, like.shift, like.gate, like.residual)
 
 
 def gated_input(
@@ -234,15 +250,31 @@ def stock_norm(stream: NormInput, *, zero_added: bool) -> tuple[Tensor | None, T
     return total.view(rows, width), modulated.view(rows, width)
 
 
-def stock_gated_residual(stream: GatedInput, batch: int) -> Tensor:
+def stock_gated_residual(stream: GatedInput, batch: int, *, rounds_product: bool = False) -> Tensor:
+    """Qwen-Image's end of a block, or FLUX.2's, which rounds the product."""
     from sglang.multimodal_gen.runtime.layers.elementwise import MulAdd
 
     rows, width = stream.x.shape
     if not rows:
         return stream.x
     x = linear_output(stream.x, stream.bias).view(batch, -1, width)
-    out: Tensor = MulAdd()(x, stream.gate.reshape(batch, -1, width), stream.residual.view(batch, -1, width))
+    gate, residual = stream.gate.reshape(batch, -1, width), stream.residual.view(batch, -1, width)
+    out: Tensor = residual + gate * x if rounds_product else MulAdd()(x, gate, residual)
     return out.view(rows, width)
+
+
+def stock_layer_norm(stream: LayerNormInput) -> tuple[Tensor | None, Tensor]:
+    """(residual sum, modulated rows), as the blocks of FLUX.2 compute them."""
+    rows, width = stream.x.shape
+    if not rows:
+        return stream.residual, stream.x
+    batch = len(stream.scale)
+    x, total = stream.x.view(batch, -1, width), None
+    if stream.gate is not None and stream.residual is not None:
+        x = total = stream.residual.view(batch, -1, width) + stream.gate.unsqueeze(1) * x
+    normed = nn.LayerNorm(width, elementwise_affine=False, eps=EPS)(x)
+    modulated = (1 + stream.scale.unsqueeze(1)) * normed + stream.shift.unsqueeze(1)
+    return None if total is None else total.view(rows, width), modulated.view(rows, width)
 
 
 def stock_qkv(text: QkvInput, image: QkvInput) -> tuple[Tensor, Tensor, Tensor]:

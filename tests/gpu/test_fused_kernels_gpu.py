@@ -7,6 +7,7 @@ import pytest
 import torch
 from sglang_fastpath.kernels import act_quant, fused_kernels, gated_residual, norm_quant, qkv_epilogue
 from sglang_fastpath.kernels.act_quant import ActInput
+from sglang_fastpath.kernels.gated_residual import GatedInput
 from stock_chains import (
     BF16,
     EPS,
@@ -122,22 +123,46 @@ def test_the_inputs_tell_the_two_gated_forms_apart() -> None:
 @pytest.mark.parametrize(("batch", "text", "image"), SHAPES)
 @pytest.mark.parametrize("width", [256, 3072])
 @pytest.mark.parametrize("bias", [False, True])
-def test_gated_residual(bias, width, batch, text, image, contents) -> None:
+@pytest.mark.parametrize("rounds_product", [False, True])
+def test_gated_residual(rounds_product, bias, width, batch, text, image, contents) -> None:
     like = {"bias": bias, "edges": edges_of(contents), **CUDA}
     streams = [gated_input(batch, count, width, seed=10 * i, **like) for i, count in enumerate((text, image))]
     assert [gated_residual.can_use(stream) for stream in streams] == [None, None]
-    stock = tuple(stock_gated_residual(stream, batch) for stream in streams)
+    stock = tuple(stock_gated_residual(stream, batch, rounds_product=rounds_product) for stream in streams)
     poison()
-    assert_same_bytes(gated_residual.gated_residual(*streams), stock)
+    assert_same_bytes(gated_residual.gated_residual(*streams, rounds_product=rounds_product), stock)
 
 
 @pytest.mark.parametrize("width", [8, 264, 3072])
-def test_gated_residual_with_a_gate_of_each_row(width) -> None:
+@pytest.mark.parametrize("rounds_product", [False, True])
+def test_gated_residual_with_a_gate_of_each_row(rounds_product, width) -> None:
     text, image = (gated_input(2, n, width, bias=True, gate_of_each_row=True, seed=n, **CUDA) for n in (5, 127))
     assert gated_residual.can_use(text) is gated_residual.can_use(image) is None
-    stock = stock_gated_residual(text, 2), stock_gated_residual(image, 2)
+    stock = tuple(stock_gated_residual(stream, 2, rounds_product=rounds_product) for stream in (text, image))
     poison()
-    assert_same_bytes(gated_residual.gated_residual(text, image), stock)
+    assert_same_bytes(gated_residual.gated_residual(text, image, rounds_product=rounds_product), stock)
+
+
+@pytest.mark.parametrize("rounds_product", [False, True])
+def test_gated_residual_of_random_bits(rounds_product) -> None:
+    """Every magnitude with every other: products and sums that overflow, are subnormal or lie halfway."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    bits = torch.randint(-(2**15), 2**15, (3, 1024, 4096), generator=generator, **CUDA).to(torch.int16)
+    stream = GatedInput(*bits.view(BF16))
+    stock = stock_gated_residual(stream, 1, rounds_product=rounds_product)
+    poison()
+    absent = GatedInput(*(tensor[:0] for tensor in stream[:3]))
+    _, out = gated_residual.gated_residual(absent, stream, rounds_product=rounds_product)
+    assert_same_bytes(out, stock)
+
+
+def test_the_inputs_tell_the_two_forms_of_a_gated_residual_apart() -> None:
+    """By more than the sign of a zero: where the product is rounded, other values come out."""
+    stream = gated_input(1, 4, 256, bias=False, seed=0, **CUDA)
+    once, twice = (
+        gated_residual.gated_residual(stream, stream, rounds_product=rounds)[0] for rounds in (False, True)
+    )
+    assert not torch.equal(once, twice)
 
 
 @pytest.mark.parametrize("contents", ["normal", "edges"])

@@ -42,7 +42,14 @@ from sglang_fastpath import environment
 from sglang_fastpath.denoisers import start_runtime
 
 ARCHITECTURES = ("sm_90", "sm_100", "sm_103", "sm_120")
-VARIANTS = {"norm_quant": 5, "qkv_epilogue": 2, "act_quant": 6, "gated_residual": 2, "swiglu_quant": 1}
+VARIANTS = {
+    "norm_quant": 5,
+    "qkv_epilogue": 2,
+    "act_quant": 6,
+    "gated_residual": 4,
+    "swiglu_quant": 1,
+    "layer_norm_quant": 8,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,17 +149,21 @@ def test_the_approximate_operations_are_stocks(ptx: dict[str, str]) -> None:
         "qkv_epilogue": {"rsqrt.approx.f32"},
         "gated_residual": set(),
         "swiglu_quant": {"rcp.approx.ftz.f32"},
+        "layer_norm_quant": {"rcp.approx.ftz.f32", "rsqrt.approx.f32"},
     }
     for symbol, body in ptx.items():
         assert set(re.findall(r"\b\w+\.(?:approx|ftz|full)[\w.]*", body)) == expected[name_of(symbol)], symbol
 
 
 def test_gate_and_residual_round_once(ptx: dict[str, str]) -> None:
-    """A gated variant multiplies and adds in one `fma.rn.bf16x2`; only SwiGLU has a bf16 product of its own."""
+    """Qwen-Image's gated variants multiply and add in one `fma.rn.bf16x2`; what is FLUX.2's rounds every product."""
     for symbol, body in ptx.items():
-        gated = "gated_residual" in symbol or "norm_quant_kernelILb1" in symbol
-        assert (body.count("fma.rn.bf16x2") > 0) == gated, symbol
-        assert ("mul.rn.bf16x2" in body) == (name_of(symbol) == "swiglu_quant"), symbol
+        name = name_of(symbol)
+        flux2 = name in ("swiglu_quant", "layer_norm_quant")
+        rounds_product = flux2 or re.search("gated_residual_kernelILb[01]ELb1E", symbol) is not None
+        gated = name == "gated_residual" or (name == "norm_quant" and "kernelILb1" in symbol)
+        assert ("fma.rn.bf16x2" in body) == (gated and not rounds_product), symbol
+        assert ("mul.rn.bf16x2" in body) == rounds_product, symbol
 
 
 # The fields of the C++ structs in the order in which the launchers pack them.
@@ -181,6 +192,12 @@ LAYOUTS = {
         "attention x out.q out.scale out.scale_stride out.padded_rows attention_stride stride rows",
     ),
     "SwigluParams": (fused_kernels.SWIGLU, "stream attention_width width silu"),
+    "LayerNormStream": (
+        fused_kernels.LAYER_NORM_STREAM,
+        "x residual gate scale shift residual_out out.q out.scale out.scale_stride out.padded_rows "
+        "rows rows_per_batch gate_stride modulation_stride",
+    ),
+    "LayerNormParams": (fused_kernels.LAYER_NORM, "stream width eps"),
 }
 
 KIND_OF = """
@@ -189,6 +206,7 @@ KIND_OF = """
 #include <utility>
 #include "act_quant.cuh"
 #include "gated_residual.cuh"
+#include "layer_norm_quant.cuh"
 #include "norm_quant.cuh"
 #include "qkv_epilogue.cuh"
 #include "swiglu_quant.cuh"
@@ -264,13 +282,15 @@ PARAMETERS = {
     "act_quant": fused_kernels.ACT,
     "gated_residual": fused_kernels.GATED,
     "swiglu_quant": fused_kernels.SWIGLU,
+    "layer_norm_quant": fused_kernels.LAYER_NORM,
 }
 ARGUMENTS = {
     "norm_quant": (False, False, False, 0),
     "qkv_epilogue": (False, 0),
     "act_quant": (False, False, 132, 0),
-    "gated_residual": (False, 0),
+    "gated_residual": (False, False, 0),
     "swiglu_quant": (132, 0),
+    "layer_norm_quant": (False, 0),
 }
 
 
@@ -361,10 +381,11 @@ def test_the_inputs_tell_the_two_gated_forms_apart() -> None:
     width=st.sampled_from([8, 256, 264]),
     bias=st.booleans(),
     gate_of_each_row=st.booleans(),
+    rounds_product=st.booleans(),
     seed=SEED,
 )
 @few_examples
-def test_gated_residual(batch, tokens, width, bias, gate_of_each_row, seed) -> None:
+def test_gated_residual(batch, tokens, width, bias, gate_of_each_row, rounds_product, seed) -> None:
     text, image = (
         gated_input(
             batch, count, width, bias=bias, gate_of_each_row=gate_of_each_row and count > 0, seed=seed + 10 * i
@@ -372,8 +393,18 @@ def test_gated_residual(batch, tokens, width, bias, gate_of_each_row, seed) -> N
         for i, count in enumerate(tokens)
     )
     assert gated_residual.can_use(text) is gated_residual.can_use(image) is None
-    out = gated_residual.gated_residual(text, image)
-    assert_same_bytes(out, (stock_gated_residual(text, batch), stock_gated_residual(image, batch)))
+    out = gated_residual.gated_residual(text, image, rounds_product=rounds_product)
+    stock = tuple(stock_gated_residual(stream, batch, rounds_product=rounds_product) for stream in (text, image))
+    assert_same_bytes(out, stock)
+
+
+def test_gated_residual_of_one_stream() -> None:
+    """As FLUX.2's single block has it: nothing of the other one."""
+    image = gated_input(2, 3, 256, bias=False, seed=0)
+    absent = GatedInput(image.x[:0], image.gate[:0], image.residual[:0])
+    assert gated_residual.can_use(absent) is gated_residual.can_use(image) is None
+    out = gated_residual.gated_residual(absent, image, rounds_product=True)
+    assert_same_bytes(out, (absent.x, stock_gated_residual(image, 2, rounds_product=True)))
 
 
 @given(
