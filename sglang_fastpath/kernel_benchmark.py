@@ -32,6 +32,8 @@ from sglang_fastpath.kernels.act_quant import can_use as can_use_act_quant
 from sglang_fastpath.kernels.block_fp8_linear import GROUP, quantize_per_token_group
 from sglang_fastpath.kernels.gated_residual import GatedInput, gated_residual
 from sglang_fastpath.kernels.gated_residual import can_use as can_use_gated_residual
+from sglang_fastpath.kernels.layer_norm_quant import LayerNormInput, layer_norm_quant_pair
+from sglang_fastpath.kernels.layer_norm_quant import can_use as can_use_layer_norm_quant
 from sglang_fastpath.kernels.norm_quant import NormInput, norm_quant
 from sglang_fastpath.kernels.norm_quant import can_use as can_use_norm_quant
 from sglang_fastpath.kernels.qkv_epilogue import HEAD, QkvInput, qkv_epilogue
@@ -135,6 +137,22 @@ def _gated_inputs(size: Size, draw: Draw) -> tuple[Any, Any]:
     return stream(size.text_tokens), stream(size.image_tokens)
 
 
+def _layer_norm_inputs(size: Size, draw: Draw, *, gated: bool) -> Streams:
+    """The norms of FLUX.2's double block."""
+    size = _flux2(size)
+
+    def stream(tokens: int) -> Any:
+        shift, scale, gate = draw(1, 3 * size.width).chunk(3, -1)
+        plain = LayerNormInput(draw(tokens, size.width), scale, shift)
+        return plain._replace(gate=gate, residual=draw(tokens, size.width)) if gated else plain
+
+    return stream(size.text_tokens), stream(size.image_tokens)
+
+
+def _flux2_gated_inputs(size: Size, draw: Draw) -> Streams:
+    return tuple(stream._replace(bias=None) for stream in _gated_inputs(_flux2(size), draw))
+
+
 def _swiglu_inputs(size: Size, draw: Draw) -> Streams:
     """The feed-forwards of FLUX.2's double block."""
     size = _flux2(size)
@@ -179,9 +197,15 @@ def _act_quant(text: Any, image: Any, *, gelu: bool) -> Outputs:
     return operands.text.q, operands.text.scale, operands.image.q, operands.image.scale
 
 
-def _gated_residual(text: Any, image: Any) -> Outputs:
-    text_out, image_out = gated_residual(text, image)
+def _gated_residual(text: Any, image: Any, *, rounds_product: bool = False) -> Outputs:
+    text_out, image_out = gated_residual(text, image, rounds_product=rounds_product)
     return text_out, image_out
+
+
+def _layer_norm_quant(text: Any, image: Any) -> Outputs:
+    normed = layer_norm_quant_pair(text, image, EPS)
+    streams = zip((normed.operands.text, normed.operands.image), normed.residual_out, strict=True)
+    return tuple(tensor for operand, total in streams for tensor in (operand.q, operand.scale, total))
 
 
 def _swiglu_quant_pair(text: Any, image: Any) -> Outputs:
@@ -233,6 +257,23 @@ def _stock_gated_residual(stream: Any) -> Outputs:
 
     x = stream.x.add_(stream.bias).unsqueeze(0)
     return (MulAdd()(x, stream.gate.unsqueeze(1), stream.residual.unsqueeze(0))[0],)
+
+
+def _stock_flux2_residual(stream: Any) -> Outputs:
+    return (stream.residual + stream.gate * stream.x,)
+
+
+def _stock_layer_norm(stream: Any, *, linears: int) -> Outputs:
+    """FLUX.2's eager operations, then every one of the `linears` quantizes the result for itself."""
+    total = None
+    if stream.residual is not None:
+        (total,) = _stock_flux2_residual(stream)
+    x = stream.x if total is None else total
+    normed = torch.nn.LayerNorm(x.shape[-1], elementwise_affine=False, eps=EPS)(x)
+    modulated = (1 + stream.scale) * normed + stream.shift
+    for _ in range(linears):
+        q, scale = _stock_quantize(modulated)
+    return q, scale, total
 
 
 def _stock_qkv(text: Any, image: Any) -> Outputs:
@@ -340,6 +381,27 @@ SITES = (
         can_use_swiglu_quant,
         _swiglu_quant,
         _each(_stock_swiglu_quant),
+    ),
+    Site(
+        "layer_norm_quant",
+        functools.partial(_layer_norm_inputs, gated=False),
+        can_use_layer_norm_quant,
+        _layer_norm_quant,
+        _each(_stock_layer_norm, linears=QKV),
+    ),
+    Site(
+        "layer_norm_quant_gated",
+        functools.partial(_layer_norm_inputs, gated=True),
+        can_use_layer_norm_quant,
+        _layer_norm_quant,
+        _each(_stock_layer_norm, linears=1),
+    ),
+    Site(
+        "gated_residual_flux2",
+        _flux2_gated_inputs,
+        can_use_gated_residual,
+        functools.partial(_gated_residual, rounds_product=True),
+        _each(_stock_flux2_residual),
     ),
 )
 

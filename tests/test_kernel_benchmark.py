@@ -43,6 +43,10 @@ VECTOR = 2 * 3072
 SINGLE_BLOCK = 2 * 4608 * (6144 + 2 * 18432) + 4608 * 24576 + 4 * 4608 * 192
 # Its double block: x1 and x2, the operand of 18432.
 DOUBLE_BLOCK = 2 * 4608 * 2 * 18432 + 4608 * 18432 + 4 * 4608 * 144
+# Its norms, at 4608 tokens of 6144.
+FLUX2_BF16 = 2 * 4608 * 6144
+FLUX2_FP8 = 4608 * 6144 + 4 * 4608 * 48
+FLUX2_VECTOR = 2 * 6144
 HAND_COUNTED = {  # by hand, and in MB as the design budgets it
     "norm_quant": (BF16 + FP8 + 2 * 2 * VECTOR, 40),
     "norm_quant_gated": (2 * BF16 + BF16 + FP8 + 2 * 4 * VECTOR, 93),
@@ -53,6 +57,9 @@ HAND_COUNTED = {  # by hand, and in MB as the design budgets it
     "gated_residual": (2 * BF16 + BF16 + 2 * 2 * VECTOR, 80),
     "swiglu_quant": (DOUBLE_BLOCK, 425),
     "swiglu_quant_single": (SINGLE_BLOCK, 510),
+    "layer_norm_quant": (FLUX2_BF16 + FLUX2_FP8 + 2 * 2 * FLUX2_VECTOR, 86),
+    "layer_norm_quant_gated": (3 * FLUX2_BF16 + FLUX2_FP8 + 2 * 3 * FLUX2_VECTOR, 200),
+    "gated_residual_flux2": (3 * FLUX2_BF16 + 2 * FLUX2_VECTOR, 170),
 }
 
 
