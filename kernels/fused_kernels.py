@@ -29,7 +29,7 @@ VECTOR_BYTES = 16
 
 NORM_STREAM = Struct("<8Q2Q2i4i")
 NORM = Struct(f"<{2 * NORM_STREAM.size}sif")
-QKV_STREAM = Struct("<3Q3Q2QQ4i")
+QKV_STREAM = Struct("<3Q3Q2Q2Q5i4x")
 QKV = Struct(f"<{2 * QKV_STREAM.size}s3Qiif4x")
 ACT_STREAM = Struct("<2Q2Q2i2iq")
 ACT = Struct(f"<{2 * ACT_STREAM.size}si4xQ")

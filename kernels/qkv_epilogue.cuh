@@ -13,10 +13,12 @@ struct QkvStream {
   const bf16* projected[3];  // q, k, v
   const bf16* bias[3];       // [heads * 128], unread without kBias
   const bf16* norm[2];       // RMSNorm weight of q and of k, [128]
-  const float* cos_sin;      // [rows_per_batch, 128]: 64 cosines, 64 sines
+  const float* cosine;       // [rows_per_batch, 64], rows table_stride apart
+  const float* sine;
   int rows;
   int rows_per_batch;
   int stride;
+  int table_stride;
   int offset;                // of the stream's first token in the joint sequence
 };
 
@@ -39,9 +41,9 @@ __global__ void __launch_bounds__(256) qkv_epilogue_kernel(const __grid_constant
   const int lane = threadIdx.x % 32;
   const int64_t out_row = static_cast<int64_t>(batch) * params.tokens + s.offset + token;
 
-  const float* table = s.cos_sin + static_cast<int64_t>(token) * kHead;
-  const float2 cosine = __ldg(reinterpret_cast<const float2*>(table) + lane);
-  const float2 sine = __ldg(reinterpret_cast<const float2*>(table + kHead / 2) + lane);
+  const int64_t angle = static_cast<int64_t>(token) * s.table_stride;
+  const float2 cosine = __ldg(reinterpret_cast<const float2*>(s.cosine + angle) + lane);
+  const float2 sine = __ldg(reinterpret_cast<const float2*>(s.sine + angle) + lane);
   const Quad weights[2] = {load_quad(s.norm[0], lane), load_quad(s.norm[1], lane)};
 
   for (int head = threadIdx.x / 32; head < params.heads; head += 8) {

@@ -12,7 +12,8 @@ and v only gets its bias. The joint sequence is [text, image].
 Why it is bit-identical. Stock (0.5.17: `fused_qknorm_rope_warp`, CUDA) gives a warp a head and a lane four elements:
 sum = fma(x0, x0, x1 * x1) + fma(x2, x2, x3 * x3), then shuffles xor 16, 8, 4, 2, 1; rsqrt is approximate. These are
 the contractions that nvcc and ptxas choose for it on sm_90a, read from PTX and SASS; here intrinsics spell them out.
-Stock runs it in place for each stream, after three bias additions, and concatenates afterwards.
+Stock runs it in place for each stream, after three bias additions, and concatenates afterwards. FLUX.2's double
+blocks call the same kernel, without biases, with one table for both streams: the image's positions follow the text's.
 
 Bytes at 4352 tokens of 24 heads: 160 MB.
 """
@@ -32,13 +33,15 @@ class QkvInput(NamedTuple):
 
     projected: q, k, v, each [B, tokens, heads * 128] with dense rows that are one stride apart throughout (parts of
     a merged GEMM output, or tensors of their own). bias: their biases [heads * 128], or None. norm: the RMSNorm
-    weights of q and k, [128]. cos_sin: [at least tokens, 128] float32, 64 cosines then 64 sines.
+    weights of q and k, [128]. cosine, sine: [at least tokens, 64] float32, dense rows, one stride for both (halves of
+    one table, or rows of two).
     """
 
     projected: tuple[Tensor, Tensor, Tensor]
     bias: tuple[Tensor, Tensor, Tensor] | None
     norm: tuple[Tensor, Tensor]
-    cos_sin: Tensor
+    cosine: Tensor
+    sine: Tensor
 
 
 def can_use(stream: QkvInput) -> str | None:
@@ -56,14 +59,22 @@ def can_use(stream: QkvInput) -> str | None:
         return f"a bias is not {q.shape[2]} long"
     if batch > 1 and tokens and q.stride(0) != tokens * q.stride(1):
         return "batch elements are not one row stride apart"
-    if stream.cos_sin.dtype != torch.float32 or stream.cos_sin.dim() != 2 or stream.cos_sin.shape[1] != HEAD:
-        return f"the rotary table is {tuple(stream.cos_sin.shape)} {stream.cos_sin.dtype}"
-    if stream.cos_sin.shape[0] < tokens:
-        return f"the rotary table {tuple(stream.cos_sin.shape)} does not cover {tokens} tokens"
-    if not stream.cos_sin.is_contiguous():
-        return "the rotary table is not contiguous"
-    if q.is_cuda and not fused_kernels.aligned(*tensors, stream.cos_sin):
+    if reason := unusable_angles(stream.cosine, stream.sine, tokens):
+        return reason
+    if q.is_cuda and not fused_kernels.aligned(*tensors, stream.cosine, stream.sine):
         return "a tensor is not 16-byte aligned"
+    return None
+
+
+def unusable_angles(cosine: Tensor, sine: Tensor, tokens: int) -> str | None:
+    """Why these are not the cosines and sines of `tokens` tokens that `QkvInput` wants, or None."""
+    for name, table in (("cosines", cosine), ("sines", sine)):
+        if table.dtype != torch.float32 or table.dim() != 2 or table.shape[1] != HEAD // 2:
+            return f"the {name} are {tuple(table.shape)} {table.dtype}"
+        if table.shape[0] < tokens:
+            return f"the {name} {tuple(table.shape)} do not cover {tokens} tokens"
+    if cosine.stride() != sine.stride() or cosine.stride(1) != 1:
+        return "cosines and sines are not laid out alike, in dense rows"
     return None
 
 
@@ -88,10 +99,12 @@ def qkv_epilogue(text: QkvInput, image: QkvInput, eps: float) -> tuple[Tensor, T
                 *([bias.data_ptr() for bias in stream.bias] if stream.bias is not None else (0, 0, 0)),
                 stream.norm[0].data_ptr(),
                 stream.norm[1].data_ptr(),
-                stream.cos_sin.data_ptr(),
+                stream.cosine.data_ptr(),
+                stream.sine.data_ptr(),
                 batch * stream.projected[0].shape[1],
                 max(1, stream.projected[0].shape[1]),
                 stream.projected[0].stride(1),
+                stream.cosine.stride(0),
                 start,
             )
             for stream, start in ((text, 0), (image, text_tokens))
@@ -111,11 +124,15 @@ def reference(stream: QkvInput, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         (part if stream.bias is None else part + stream.bias[i]).reshape(*part.shape[:2], part.shape[2] // HEAD, HEAD)
         for i, part in enumerate(stream.projected)
     ]
-    tokens = parts[0].shape[1]
-    cosine, sine = (half.unsqueeze(1).bfloat16() for half in stream.cos_sin[:tokens].chunk(2, dim=-1))
     for i, weight in enumerate(stream.norm):
-        x = parts[i].float()
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-        first, second = (x * weight).bfloat16().view(*x.shape[:-1], HEAD // 2, 2).unbind(-1)
-        parts[i] = torch.stack((first * cosine - second * sine, second * cosine + first * sine), dim=-1).flatten(-2)
+        parts[i] = normed_and_rotated(parts[i], weight, stream.cosine, stream.sine, eps)
     return parts[0], parts[1], parts[2]
+
+
+def normed_and_rotated(x: Tensor, weight: Tensor, cosine: Tensor, sine: Tensor, eps: float) -> Tensor:
+    """Heads [B, tokens, heads, 128] as stock norms and rotates them without a GPU."""
+    normed = x.float()
+    normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + eps)
+    first, second = (normed * weight).bfloat16().view(*x.shape[:-1], HEAD // 2, 2).unbind(-1)
+    cosine, sine = (table[: x.shape[1]].unsqueeze(1).bfloat16() for table in (cosine, sine))
+    return torch.stack((first * cosine - second * sine, second * cosine + first * sine), dim=-1).flatten(-2)

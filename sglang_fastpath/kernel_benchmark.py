@@ -72,13 +72,36 @@ class Size:
         return self.heads * int(HEAD)
 
 
+def contiguous_copies(inputs: Streams) -> Streams:
+    """Each tensor by itself, as stock's GEMMs leave theirs."""
+    copied: Streams = pytree.tree_map_only(
+        Tensor, lambda tensor: tensor.clone(memory_format=torch.contiguous_format), inputs
+    )
+    return copied
+
+
+def strided_copies(inputs: Streams) -> Streams:
+    """With the same strides; views of one tensor are views of one copy."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in storages:
+            storages[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]
+        own = storages[storage.data_ptr()]
+        return tensor.new_empty(0).set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    copied: Streams = pytree.tree_map_only(Tensor, copy, inputs)
+    return copied
+
+
 @dataclass(frozen=True)
 class Site:
     """One place of the denoiser: what it is given, and both ways to compute it.
 
     `inputs` draws what (text, image), or the one joint stream, are given at a size. `ours` and `stock` take the
-    streams and return the same tensors, stream by stream; None is allowed. Stock gets a copy of the inputs, each
-    tensor contiguous, which it may write to, as SGLang does. `can_use` is the kernel's own.
+    streams and return the same tensors, stream by stream; None is allowed. `can_use` is the kernel's own. Stock gets
+    a copy of the inputs, `for_stock`, which it may write to, as SGLang does.
     """
 
     name: str
@@ -86,6 +109,7 @@ class Site:
     can_use: Callable[[Any], str | None]
     ours: Callable[..., Outputs]
     stock: Callable[..., Outputs]
+    for_stock: Callable[[Streams], Streams] = contiguous_copies
 
 
 # --- inputs ------------------------------------------------------------------------------------------------------
@@ -105,14 +129,22 @@ def _norm_inputs(size: Size, draw: Draw, *, gated: bool) -> tuple[Any, Any]:
 def _qkv_inputs(size: Size, draw: Draw) -> tuple[Any, Any]:
     def stream(tokens: int) -> Any:
         angles = draw(tokens, HEAD // 2).float()
+        table = torch.cat([angles.cos(), angles.sin()], -1)
         return QkvInput(
             projected=draw(1, tokens, QKV * size.width).chunk(QKV, -1),
             bias=tuple(_bias(size.width, draw) for _ in range(QKV)),
             norm=(draw(HEAD), draw(HEAD)),
-            cos_sin=torch.cat([angles.cos(), angles.sin()], -1),
+            cosine=table[:, : HEAD // 2],
+            sine=table[:, HEAD // 2 :],
         )
 
     return stream(size.text_tokens), stream(size.image_tokens)
+
+
+def _qkv_for_stock(inputs: Streams) -> Streams:
+    """q, k and v come from GEMMs of their own; cosines and sines stay halves of one table."""
+    pairs = zip(strided_copies(inputs), contiguous_copies(inputs), strict=True)
+    return tuple(strided._replace(projected=contiguous.projected) for strided, contiguous in pairs)
 
 
 def _attention_outputs(size: Size, draw: Draw) -> tuple[Any, Any]:
@@ -277,15 +309,11 @@ def _stock_layer_norm(stream: Any, *, linears: int) -> Outputs:
 
 
 def _stock_qkv(text: Any, image: Any) -> Outputs:
-    from sglang.multimodal_gen.runtime.layers.layernorm import RMSNorm, apply_qk_norm_with_optional_rope
-
-    def norm(weight: Tensor) -> Any:
-        made = RMSNorm(HEAD, eps=EPS)
-        made.weight = torch.nn.Parameter(weight, requires_grad=False)
-        return made
+    from sglang.multimodal_gen.runtime.layers.layernorm import apply_qk_norm_with_optional_rope
 
     streams = []
     for stream in (text, image):
+        table = stream.cosine.as_strided((len(stream.cosine), HEAD), (HEAD, 1))  # of which it is the first half
         q, k, v = (
             part.add_(bias).unflatten(-1, (-1, HEAD))
             for part, bias in zip(stream.projected, stream.bias, strict=True)
@@ -293,15 +321,23 @@ def _stock_qkv(text: Any, image: Any) -> Outputs:
         q, k = apply_qk_norm_with_optional_rope(
             q=q,
             k=k,
-            q_norm=norm(stream.norm[0]),
-            k_norm=norm(stream.norm[1]),
+            q_norm=_stock_rms_norm(stream.norm[0]),
+            k_norm=_stock_rms_norm(stream.norm[1]),
             head_dim=HEAD,
-            cos_sin_cache=stream.cos_sin,
+            cos_sin_cache=table,
             is_neox=False,
             allow_inplace=True,
         )
         streams.append((q, k, v))
     return tuple(torch.cat(parts, dim=1) for parts in zip(*streams, strict=True))
+
+
+def _stock_rms_norm(weight: Tensor) -> Any:
+    from sglang.multimodal_gen.runtime.layers.layernorm import RMSNorm
+
+    norm = RMSNorm(HEAD, eps=EPS)
+    norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return norm
 
 
 def _stock_act_quant(stream: Any) -> Outputs:
@@ -358,7 +394,7 @@ SITES = (
         functools.partial(_norm_quant, zero_added=True),
         _each(_stock_cross_block),
     ),
-    Site("qkv_epilogue", _qkv_inputs, can_use_qkv_epilogue, _qkv_epilogue, _stock_qkv),
+    Site("qkv_epilogue", _qkv_inputs, can_use_qkv_epilogue, _qkv_epilogue, _stock_qkv, _qkv_for_stock),
     Site(
         "act_quant",
         _attention_outputs,
@@ -430,14 +466,6 @@ def draw_inputs(site: Site, size: Size, device: str, seed: int) -> Streams:
     return inputs
 
 
-def for_stock(inputs: Streams) -> Streams:
-    """A copy for stock's chain to write to, each tensor contiguous: its q, k and v come from GEMMs of their own."""
-    copied: Streams = pytree.tree_map_only(
-        Tensor, lambda tensor: tensor.clone(memory_format=torch.contiguous_format), inputs
-    )
-    return copied
-
-
 @dataclass
 class Timed:
     """Something to time: `launch` enqueues `count` launches of it, `prepare` comes before and is not timed."""
@@ -506,9 +534,10 @@ def run(
 def _prepare(site: Site, size: Size, report: Callable[[str], None]) -> Measured:
     """Compares both chains, which also compiles them, and captures them over enough input sets."""
     sets = [draw_inputs(site, size, "cuda", seed=0)]
+    own = site.for_stock(sets[0])
     outputs = site.ours(*sets[0])
     moved = bytes_of((sets[0], outputs))
-    difference = compare(outputs, site.stock(*for_stock(sets[0])))
+    difference = compare(outputs, site.stock(*own))
     report(f"{site.name}: {difference or 'bitwise equal'}")
     cache = torch.cuda.get_device_properties().L2_cache_size
     while len(sets) * bytes_of(sets[0]) <= TIMES_L2 * cache:
@@ -533,7 +562,7 @@ def _ours(site: Site, sets: Sequence[Streams]) -> Timed:
 
 
 def _stock(site: Site, sets: Sequence[Streams]) -> Timed:
-    own = [for_stock(inputs) for inputs in sets]
+    own = [site.for_stock(inputs) for inputs in sets]
     graph, count = _capture(site.stock, own)
     written, fresh = ([leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (own, sets))
     return Timed(graph.replay, count, prepare=lambda: torch._foreach_copy_(written, fresh), keep=own)

@@ -166,12 +166,23 @@ def qkv_input(
     biases = rows_of(3, width, seed=seed + 2, device=device)
     generator = torch.Generator(device).manual_seed(seed + 3)
     angles = 100 * torch.rand(tokens + 3, HEAD // 2, generator=generator, device=device)
+    table = torch.cat([angles.cos(), angles.sin()], dim=-1)
     return QkvInput(
         projected=(q, k, v),
         bias=(biases[0], biases[1], biases[2]) if bias else None,
         norm=(weights[0], weights[1]),
-        cos_sin=torch.cat([angles.cos(), angles.sin()], dim=-1),
+        cosine=table[:, : HEAD // 2],
+        sine=table[:, HEAD // 2 :],
     )
+
+
+def with_joint_table(text: QkvInput, image: QkvInput) -> tuple[QkvInput, QkvInput]:
+    """The same with cosines and sines in tensors of their own, the image's rows behind as many as the text needs."""
+    tokens = text.projected[0].shape[1]
+    cosine, sine = (
+        torch.cat([own[:tokens], others]) for own, others in ((text.cosine, image.cosine), (text.sine, image.sine))
+    )
+    return text._replace(cosine=cosine, sine=sine), image._replace(cosine=cosine[tokens:], sine=sine[tokens:])
 
 
 def act_input(
@@ -277,15 +288,23 @@ def stock_layer_norm(stream: LayerNormInput) -> tuple[Tensor | None, Tensor]:
     return None if total is None else total.view(rows, width), modulated.view(rows, width)
 
 
-def stock_qkv(text: QkvInput, image: QkvInput) -> tuple[Tensor, Tensor, Tensor]:
-    """The joint q, k and v: each stream normed and rotated in place, then concatenated."""
-    streams = [_stock_stream_qkv(stream) for stream in (text, image)]
+def stock_qkv(text: QkvInput, image: QkvInput, *, joint_table: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The joint q, k and v: each stream normed and rotated in place, then concatenated.
+
+    `joint_table`: the text's table is that of the whole sequence, and the image's positions follow the text's.
+    """
+    tables = [torch.cat([stream.cosine, stream.sine], dim=-1) for stream in (text, image)]
+    offset = text.projected[0].shape[1] if joint_table else 0
+    streams = [
+        _stock_stream_qkv(text, tables[0], 0),
+        _stock_stream_qkv(image, tables[0 if joint_table else 1], offset),
+    ]
     q, k, v = (torch.cat(parts, dim=1) for parts in zip(*streams, strict=True))
     return q, k, v
 
 
-def _stock_stream_qkv(stream: QkvInput) -> tuple[Tensor, Tensor, Tensor]:
-    from sglang.multimodal_gen.runtime.layers.layernorm import RMSNorm, apply_qk_norm_with_optional_rope
+def _stock_stream_qkv(stream: QkvInput, table: Tensor, position_offset: int) -> tuple[Tensor, Tensor, Tensor]:
+    from sglang.multimodal_gen.runtime.layers.layernorm import apply_qk_norm_with_optional_rope
 
     q, k, v = (
         linear_output(part, bias).unflatten(-1, (-1, HEAD))
@@ -293,20 +312,28 @@ def _stock_stream_qkv(stream: QkvInput) -> tuple[Tensor, Tensor, Tensor]:
     )
     if not q.numel():
         return q, k, v
-    norms = [RMSNorm(HEAD, eps=EPS) for _ in stream.norm]
-    for norm, weight in zip(norms, stream.norm, strict=True):
-        norm.weight = nn.Parameter(weight, requires_grad=False)
+    norms = _stock_norms(stream.norm)
     q, k = apply_qk_norm_with_optional_rope(
         q=q,
         k=k,
         q_norm=norms[0],
         k_norm=norms[1],
         head_dim=HEAD,
-        cos_sin_cache=stream.cos_sin,
+        cos_sin_cache=table,
         is_neox=False,
+        position_offset=position_offset,
         allow_inplace=True,
     )
     return q, k, v
+
+
+def _stock_norms(weights: tuple[Tensor, Tensor]) -> list[nn.Module]:
+    from sglang.multimodal_gen.runtime.layers.layernorm import RMSNorm
+
+    norms = [RMSNorm(HEAD, eps=EPS) for _ in weights]
+    for norm, weight in zip(norms, weights, strict=True):
+        norm.weight = nn.Parameter(weight, requires_grad=False)
+    return norms
 
 
 def stock_activation(stream: ActInput, *, gelu: bool) -> Tensor:

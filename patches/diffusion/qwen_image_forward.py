@@ -15,7 +15,7 @@ from sglang_fastpath.kernels.gated_residual import GatedInput, gated_residual
 from sglang_fastpath.kernels.gated_residual import can_use as can_gate
 from sglang_fastpath.kernels.norm_quant import NormInput, norm_quant
 from sglang_fastpath.kernels.norm_quant import can_use as can_norm
-from sglang_fastpath.kernels.qkv_epilogue import QkvInput, qkv_epilogue
+from sglang_fastpath.kernels.qkv_epilogue import HEAD, QkvInput, qkv_epilogue
 from sglang_fastpath.kernels.qkv_epilogue import can_use as can_finish_qkv
 from sglang_fastpath.loaders.merged_linears import MergedLinears
 from sglang_fastpath.patches.diffusion.qwen_image_layout import BlockLayout, Linear, Refused
@@ -141,7 +141,13 @@ class FusedForward:
         if fold:
             biases = [tuple(linear.bias for linear in linears[start : start + 3]) for start in (0, 3)]
         text, image = (
-            QkvInput(projected, bias, layout.qk_norm[2 * index : 2 * index + 2], table)
+            QkvInput(
+                projected,
+                bias,
+                layout.qk_norm[2 * index : 2 * index + 2],
+                cosine=table[:, : HEAD // 2],
+                sine=table[:, HEAD // 2 :],
+            )
             for index, (projected, bias, table) in enumerate(zip(streams, biases, call.rotary, strict=True))
         )
         return text, image
@@ -153,7 +159,7 @@ class FusedForward:
             self._check(can_finish_qkv, *streams)
             joint = qkv_epilogue(*streams, call.layout.qk_eps)
         else:
-            joint = _stock_qkv_epilogue(streams, call.block.attn, call.attention.get("freqs_complex"))
+            joint = _stock_qkv_epilogue(streams, call.rotary, call.block.attn, call.attention.get("freqs_complex"))
         attended: Tensor = call.block.attn.attn(
             *joint,
             attn_mask=call.attention.get("attn_mask"),
@@ -356,17 +362,22 @@ def _stock_quantize(x: Tensor) -> Quantized:
 
 
 def _stock_qkv_epilogue(
-    streams: tuple[QkvInput, QkvInput], attn: Any, freqs_complex: tuple[Tensor, Tensor] | None
+    streams: tuple[QkvInput, QkvInput],
+    rotary: tuple[Tensor, Tensor],
+    attn: Any,
+    freqs_complex: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Stock's own norm and rotation of each stream, and the concatenation.
 
-    `freqs_complex` (image, text; from 0.5.21): stock rotates by these where it has no fused kernel.
+    `rotary` (text, image) are whole tables. `freqs_complex` (image, text; from 0.5.21): stock rotates by these where
+    it has no fused kernel.
     """
     from sglang.multimodal_gen.runtime.layers.layernorm import apply_qk_norm_with_optional_rope
 
-    tables: list[dict[str, Tensor]] = [{}, {}]
+    tables = [{"cos_sin_cache": table} for table in rotary]
     if freqs_complex is not None:
-        tables = [{"freqs_complex": table} for table in reversed(freqs_complex)]
+        for table, complex_table in zip(tables, reversed(freqs_complex), strict=True):
+            table["freqs_complex"] = complex_table
     parts = []
     for stream, q_norm, k_norm, table in zip(
         streams, (attn.norm_added_q, attn.norm_q), (attn.norm_added_k, attn.norm_k), tables, strict=True
@@ -378,7 +389,6 @@ def _stock_qkv_epilogue(
             q_norm=q_norm,
             k_norm=k_norm,
             head_dim=attn.head_dim,
-            cos_sin_cache=stream.cos_sin,
             **table,
             is_neox=False,
             allow_inplace=True,

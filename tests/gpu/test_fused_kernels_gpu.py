@@ -24,6 +24,7 @@ from stock_chains import (
     stock_norm,
     stock_qkv,
     stock_quantize,
+    with_joint_table,
 )
 from torch import Tensor
 
@@ -192,6 +193,21 @@ def test_qkv_epilogue_of_one_merged_and_one_separate_stream() -> None:
     text = qkv_input(2, 77, 2, merged=False, bias=True, seed=0, **CUDA)
     image = qkv_input(2, 127, 2, merged=True, bias=True, seed=1, **CUDA)
     assert_same_bytes(qkv_epilogue.qkv_epilogue(text, image, EPS), stock_qkv(text, image))
+
+
+@pytest.mark.parametrize("contents", ["normal", "edges"])
+@pytest.mark.parametrize(("batch", "text", "image"), SHAPES)
+@pytest.mark.parametrize("heads", [1, 24, 32, 48])
+def test_qkv_epilogue_of_a_double_block(heads, batch, text, image, contents) -> None:
+    """FLUX.2's: no biases, and one table, in which the image's positions follow the text's."""
+    like = {"merged": True, "bias": False, "edges": edges_of(contents), **CUDA}
+    streams = with_joint_table(
+        *(qkv_input(batch, n, heads, seed=10 * i, **like) for i, n in enumerate((text, image)))
+    )
+    assert [qkv_epilogue.can_use(stream) for stream in streams] == [None, None]
+    stock = stock_qkv(*streams, joint_table=True)
+    poison()
+    assert_same_bytes(qkv_epilogue.qkv_epilogue(*streams, EPS), stock)
 
 
 def check_act_quant(text: ActInput, image: ActInput, *, gelu: bool, grouped_rows: int = 0) -> None:

@@ -35,6 +35,7 @@ from stock_chains import (
     stock_gated_residual,
     stock_norm,
     stock_qkv,
+    with_joint_table,
 )
 from torch import Tensor
 
@@ -176,8 +177,8 @@ LAYOUTS = {
     "NormParams": (fused_kernels.NORM, "stream width eps"),
     "QkvStream": (
         fused_kernels.QKV_STREAM,
-        "projected[0] projected[1] projected[2] bias[0] bias[1] bias[2] norm[0] norm[1] cos_sin "
-        "rows rows_per_batch stride offset",
+        "projected[0] projected[1] projected[2] bias[0] bias[1] bias[2] norm[0] norm[1] cosine sine "
+        "rows rows_per_batch stride table_stride offset",
     ),
     "QkvParams": (fused_kernels.QKV, "stream joint[0] joint[1] joint[2] tokens heads eps"),
     "ActStream": (
@@ -426,6 +427,18 @@ def test_qkv_epilogue(batch, tokens, heads, merged, bias, edges, seed) -> None:
     assert_same_bytes(joint, stock_qkv(text, image))
 
 
+@given(batch=BATCH, tokens=st.tuples(TOKENS, TOKENS), heads=st.integers(1, 3), seed=SEED)
+@few_examples
+def test_qkv_epilogue_with_one_table_for_the_joint_sequence(batch, tokens, heads, seed) -> None:
+    """As FLUX.2's double block has it: cosines and sines apart, the image's rows behind the text's."""
+    text, image = with_joint_table(
+        *(qkv_input(batch, n, heads, merged=True, bias=False, seed=seed + i) for i, n in enumerate(tokens))
+    )
+    assert qkv_epilogue.can_use(text) is qkv_epilogue.can_use(image) is None
+    joint = qkv_epilogue.qkv_epilogue(text, image, EPS)
+    assert_same_bytes(joint, stock_qkv(text, image, joint_table=True))
+
+
 @given(
     batch=BATCH,
     tokens=st.tuples(TOKENS, TOKENS),
@@ -537,11 +550,16 @@ REFUSALS: list[tuple[Callable[[], Any], dict[str, Callable[[Any], Any]], str]] =
     (a_qkv, {"projected": only(1, Tensor.contiguous)}, "q, k and v are not laid out alike"),
     (a_qkv, {"bias": only(2, lambda bias: bias[:128])}, "a bias is not 256 long"),
     (a_qkv, {"projected": every(lambda part: part[:, :2])}, "batch elements are not one row stride apart"),
-    (a_qkv, {"cos_sin": Tensor.bfloat16}, "the rotary table is (6, 128) torch.bfloat16"),
-    (a_qkv, {"cos_sin": lambda table: table[:, :64]}, "the rotary table is (6, 64) torch.float32"),
-    (a_qkv, {"cos_sin": Tensor.flatten}, "the rotary table is (768,) torch.float32"),
-    (a_qkv, {"cos_sin": lambda table: table[:2]}, "the rotary table (2, 128) does not cover 3 tokens"),
-    (a_qkv, {"cos_sin": gaps_between_rows}, "the rotary table is not contiguous"),
+    (a_qkv, {"cosine": Tensor.bfloat16}, "the cosines are (6, 64) torch.bfloat16"),
+    (a_qkv, {"sine": lambda table: table[:, :32]}, "the sines are (6, 32) torch.float32"),
+    (a_qkv, {"sine": Tensor.flatten}, "the sines are (384,) torch.float32"),
+    (a_qkv, {"cosine": lambda table: table[:2]}, "the cosines (2, 64) do not cover 3 tokens"),
+    (a_qkv, {"sine": Tensor.contiguous}, "cosines and sines are not laid out alike, in dense rows"),
+    (
+        a_qkv,
+        {name: gaps_between_elements for name in ("cosine", "sine")},
+        "cosines and sines are not laid out alike, in dense rows",
+    ),
     (an_act, {"x": Tensor.float}, "activations are torch.float32"),
     (an_act, {"bias": Tensor.float}, "the bias is (256,) torch.float32"),
     (an_act, {"bias": lambda bias: bias[:128]}, "the bias is (128,) torch.bfloat16"),
