@@ -13,6 +13,7 @@
 #include "gated_residual.cuh"
 #include "layer_norm_quant.cuh"
 #include "norm_quant.cuh"
+#include "qk_norm_rope.cuh"
 #include "qkv_epilogue.cuh"
 #include "swiglu_quant.cuh"
 
@@ -82,6 +83,19 @@ void qkv_epilogue(tvm::ffi::Bytes bytes, bool bias, int64_t stream) {
   check_launch("qkv_epilogue");
 }
 
+void qk_norm_rope(tvm::ffi::Bytes bytes, int64_t stock_lane, int64_t stream) {
+  const auto params = unpack<QkParams>(bytes);
+  const auto kernel = stock_lane == 8   ? qk_norm_rope_kernel<8>
+                      : stock_lane == 4 ? qk_norm_rope_kernel<4>
+                      : stock_lane == 2 ? qk_norm_rope_kernel<2>
+                                        : qk_norm_rope_kernel<1>;
+  // As few rounds a row as the most warps need, then only the warps that these need.
+  const int rounds = ceil_div(params.heads, kQkInFlight * kQkThreads / 32);
+  const int warps = ceil_div(params.heads, kQkInFlight * rounds);
+  launch(kernel, params.rows, warps * 32, 0, stream, params);
+  check_launch("qk_norm_rope");
+}
+
 template <bool kWhole>
 void (*act_quant_variant(bool gelu, bool bias))(ActParams) {
   return !gelu  ? act_quant_kernel<false, false, kWhole>
@@ -127,8 +141,10 @@ void gated_residual(tvm::ffi::Bytes bytes, bool bias, bool rounds_product, int64
 }
 
 tvm::ffi::Array<int64_t> struct_sizes() {
-  return {sizeof(NormParams),  sizeof(QkvParams),    sizeof(ActParams),
-          sizeof(GatedParams), sizeof(SwigluParams), sizeof(LayerNormParams)};
+  return {
+      sizeof(NormParams),   sizeof(QkvParams),       sizeof(ActParams), sizeof(GatedParams),
+      sizeof(SwigluParams), sizeof(LayerNormParams), sizeof(QkParams),
+  };
 }
 
 }  // namespace fastpath
@@ -139,4 +155,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(act_quant, fastpath::act_quant);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gated_residual, fastpath::gated_residual);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(swiglu_quant, fastpath::swiglu_quant);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layer_norm_quant, fastpath::layer_norm_quant);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(qk_norm_rope, fastpath::qk_norm_rope);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(struct_sizes, fastpath::struct_sizes);

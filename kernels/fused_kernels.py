@@ -4,8 +4,8 @@ One shared object for all of them: 20 seconds of nvcc once per machine, kept whe
 (`$TVM_FFI_CACHE_DIR`, by default ~/.cache/tvm-ffi) in a folder that names the sources' hash, so that an upgrade never
 loads an older build. Compiled without --use_fast_math: the sources spell out every rounding.
 
-The functions take their C++ parameter struct as bytes. `NORM`, `QKV`, `ACT`, `GATED`, `SWIGLU` and `LAYER_NORM` below
-are those structs' layouts; `load` compares their sizes with the compiled ones.
+The functions take their C++ parameter struct as bytes. `NORM`, `QKV`, `ACT`, `GATED`, `SWIGLU`, `LAYER_NORM` and `QK`
+below are those structs' layouts; `load` compares their sizes with the compiled ones.
 """
 
 import functools
@@ -39,6 +39,7 @@ SWIGLU_STREAM = Struct("<2Q2Q2i2qi4x")
 SWIGLU = Struct(f"<{2 * SWIGLU_STREAM.size}s2iQ")
 LAYER_NORM_STREAM = Struct("<6Q2Q2i4i")
 LAYER_NORM = Struct(f"<{2 * LAYER_NORM_STREAM.size}sif")
+QK = Struct("<2Q2Q2Q2q3if")
 
 _SOURCES = (
     "fused_kernels.cu",
@@ -50,6 +51,7 @@ _SOURCES = (
     "gated_residual.cuh",
     "swiglu_quant.cuh",
     "layer_norm_quant.cuh",
+    "qk_norm_rope.cuh",
 )
 _FLAGS = ("-std=c++17",)
 _building = threading.Lock()
@@ -114,7 +116,7 @@ def load() -> Any:
         )
     module = tvm_ffi.load_module(library)
     sizes = tuple(module.struct_sizes())
-    if sizes != (expected := tuple(layout.size for layout in (NORM, QKV, ACT, GATED, SWIGLU, LAYER_NORM))):
+    if sizes != (expected := tuple(layout.size for layout in (NORM, QKV, ACT, GATED, SWIGLU, LAYER_NORM, QK))):
         raise RuntimeError(f"fused_kernels.cu packs its parameters in {sizes} bytes, fused_kernels.py in {expected}")
     return module
 

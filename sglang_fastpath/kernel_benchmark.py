@@ -36,6 +36,8 @@ from sglang_fastpath.kernels.layer_norm_quant import LayerNormInput, layer_norm_
 from sglang_fastpath.kernels.layer_norm_quant import can_use as can_use_layer_norm_quant
 from sglang_fastpath.kernels.norm_quant import NormInput, norm_quant
 from sglang_fastpath.kernels.norm_quant import can_use as can_use_norm_quant
+from sglang_fastpath.kernels.qk_norm_rope import QkInput, qk_norm_rope
+from sglang_fastpath.kernels.qk_norm_rope import can_use as can_use_qk_norm_rope
 from sglang_fastpath.kernels.qkv_epilogue import HEAD, QkvInput, qkv_epilogue
 from sglang_fastpath.kernels.qkv_epilogue import can_use as can_use_qkv_epilogue
 from sglang_fastpath.kernels.swiglu_quant import SwigluInput, swiglu_quant, swiglu_quant_pair
@@ -200,6 +202,16 @@ def _single_block_inputs(size: Size, draw: Draw) -> Streams:
     return (SwigluInput(merged[:, QKV * size.width :], draw(tokens, size.width)),)
 
 
+def _single_block_qk(size: Size, draw: Draw) -> Streams:
+    """q and k in the merged projection of FLUX.2's single block."""
+    size = _flux2(size)
+    tokens = size.text_tokens + size.image_tokens
+    merged = draw(1, tokens, (QKV + 2 * FLUX2_FEED_FORWARD) * size.width)
+    q, k = (part.view(1, tokens, size.heads, HEAD) for part in merged[..., : 2 * size.width].chunk(2, -1))
+    angles = draw(tokens, HEAD // 2).float()
+    return (QkInput(q, k, draw(HEAD), draw(HEAD), angles.cos(), angles.sin()),)
+
+
 def _flux2(size: Size) -> Size:
     return Size(size.image_tokens, 2 * size.text_tokens, 2 * size.heads)
 
@@ -248,6 +260,11 @@ def _swiglu_quant_pair(text: Any, image: Any) -> Outputs:
 def _swiglu_quant(stream: Any) -> Outputs:
     operand = swiglu_quant(stream)
     return operand.q, operand.scale
+
+
+def _qk_norm_rope(stream: Any) -> Outputs:
+    qk_norm_rope(stream, EPS)
+    return stream.q, stream.k
 
 
 # --- stock's chains (SGLang 0.5.17: qwen_image.py, flux_2.py, and the block-FP8 linear around each GEMM) -----------
@@ -330,6 +347,15 @@ def _stock_qkv(text: Any, image: Any) -> Outputs:
         )
         streams.append((q, k, v))
     return tuple(torch.cat(parts, dim=1) for parts in zip(*streams, strict=True))
+
+
+def _stock_qk_norm_rope(stream: Any) -> Outputs:
+    from sglang.multimodal_gen.runtime.layers.rotary_embedding import apply_flashinfer_rope_qk_inplace
+
+    q, k = _stock_rms_norm(stream.q_weight)(stream.q), _stock_rms_norm(stream.k_weight)(stream.k)
+    table = torch.cat([stream.cosine, stream.sine], dim=-1)
+    rotated: Outputs = apply_flashinfer_rope_qk_inplace(q, k, table, is_neox=False)
+    return rotated
 
 
 def _stock_rms_norm(weight: Tensor) -> Any:
@@ -439,6 +465,7 @@ SITES = (
         functools.partial(_gated_residual, rounds_product=True),
         _each(_stock_flux2_residual),
     ),
+    Site("qk_norm_rope", _single_block_qk, can_use_qk_norm_rope, _qk_norm_rope, _stock_qk_norm_rope, strided_copies),
 )
 
 

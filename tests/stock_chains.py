@@ -12,6 +12,7 @@ from sglang_fastpath.kernels.fused_kernels import GROUP, TMA_ALIGNED_ROWS, Quant
 from sglang_fastpath.kernels.gated_residual import GatedInput
 from sglang_fastpath.kernels.layer_norm_quant import LayerNormInput
 from sglang_fastpath.kernels.norm_quant import NormInput
+from sglang_fastpath.kernels.qk_norm_rope import QkInput
 from sglang_fastpath.kernels.qkv_epilogue import HEAD, QkvInput
 from sglang_fastpath.kernels.swiglu_quant import SwigluInput
 from torch import Tensor, nn
@@ -185,6 +186,26 @@ def with_joint_table(text: QkvInput, image: QkvInput) -> tuple[QkvInput, QkvInpu
     return text._replace(cosine=cosine, sine=sine), image._replace(cosine=cosine[tokens:], sine=sine[tokens:])
 
 
+def qk_input(
+    batch: int,
+    tokens: int,
+    heads: int,
+    *,
+    seed: int,
+    device: str = "cpu",
+    edges: Tensor | None = None,
+) -> tuple[QkInput, Tensor]:
+    """q and k in the merged projection of a single block, and that projection [B, tokens, 3 * 128 * heads + more]."""
+    width = heads * HEAD
+    whole = rows_of(batch * tokens, 3 * width + 2 * HEAD, seed=seed, device=device, edges=edges)
+    whole = whole.view(batch, tokens, 3 * width + 2 * HEAD)
+    q, k = (whole[..., start : start + width].unflatten(-1, (heads, HEAD)) for start in (0, width))
+    weights = 1 + 0.1 * rows_of(2, HEAD, seed=seed + 1, device=device)
+    generator = torch.Generator(device).manual_seed(seed + 3)
+    angles = 100 * torch.rand(tokens + 3, HEAD // 2, generator=generator, device=device)
+    return QkInput(q, k, weights[0], weights[1], angles.cos(), angles.sin()), whole
+
+
 def act_input(
     batch: int,
     tokens: int,
@@ -336,6 +357,26 @@ def _stock_norms(weights: tuple[Tensor, Tensor]) -> list[nn.Module]:
     return norms
 
 
+def stock_qk(stream: QkInput) -> tuple[Tensor, Tensor]:
+    """q and k as FLUX.2's single block has them: each normed, then both rotated."""
+    from sglang.multimodal_gen.runtime.layers.rotary_embedding import apply_flashinfer_rope_qk_inplace
+
+    if not stream.q.numel():
+        return stream.q, stream.k
+    q_norm, k_norm = _stock_norms((stream.q_weight, stream.k_weight))
+    table = torch.cat([stream.cosine, stream.sine], dim=-1)[: stream.q.shape[1]]
+    q, k = apply_flashinfer_rope_qk_inplace(q_norm(stream.q), k_norm(stream.k), table, is_neox=False)
+    return q, k
+
+
+def stock_projection(stream: QkInput, whole: Tensor) -> Tensor:
+    """`whole`, the projection of which q and k are the first columns, with stock's q and k in their place."""
+    out = whole.clone()
+    for part, x in enumerate(stock_qk(stream)):
+        out[..., part * x.shape[2] * HEAD :][..., : x.shape[2] * HEAD] = x.flatten(2)
+    return out
+
+
 def stock_activation(stream: ActInput, *, gelu: bool) -> Tensor:
     """The rows that stock's next linear quantizes, [rows, K]."""
     x = linear_output(stream.x, stream.bias)
@@ -414,6 +455,13 @@ def assert_operand(operand: Quantized, rows: Tensor, quantize: Quantizer) -> Non
     assert operand.q.is_contiguous()
     assert operand.padded_rows == -(-len(rows) // TMA_ALIGNED_ROWS) * TMA_ALIGNED_ROWS
     assert_scale_layout(operand)
+
+
+def misaligned(tensor: Tensor) -> Tensor:
+    """The same values, shape and strides, one element off the start of an allocation."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    room = torch.empty(extent + 1, dtype=tensor.dtype, device=tensor.device)
+    return room[1:].as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
 
 def poison() -> None:

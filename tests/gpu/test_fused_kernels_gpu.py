@@ -16,6 +16,7 @@ from stock_chains import (
     assert_same_bytes,
     edges_of,
     gated_input,
+    misaligned,
     norm_input,
     poison,
     qkv_input,
@@ -341,13 +342,6 @@ def test_a_failed_launch_leaves_the_next_one_right() -> None:
     streams = act_streams(0)
     check_act_quant(*streams, gelu=True)
     torch.cuda.synchronize()
-
-
-def misaligned(tensor: Tensor) -> Tensor:
-    """The same values, shape and strides, one element off the start of an allocation."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    room = torch.empty(extent + 1, dtype=tensor.dtype, device=tensor.device)
-    return room[1:].as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
 
 CAN_USE = {

@@ -50,6 +50,7 @@ VARIANTS = {
     "gated_residual": 4,
     "swiglu_quant": 1,
     "layer_norm_quant": 8,
+    "qk_norm_rope": 4,
 }
 
 
@@ -143,7 +144,7 @@ def test_the_compiler_is_free_to_contract_nothing(ptx: dict[str, str]) -> None:
 
 
 def test_the_approximate_operations_are_stocks(ptx: dict[str, str]) -> None:
-    """Only the reciprocal of the quantizer flushes subnormals, and only the norms take a root."""
+    """Only the quantizer's reciprocal and FLUX.2's single block flush subnormals, only the norms take a root."""
     expected = {
         "norm_quant": {"rcp.approx.ftz.f32", "rsqrt.approx.f32"},
         "act_quant": {"rcp.approx.ftz.f32"},
@@ -151,9 +152,12 @@ def test_the_approximate_operations_are_stocks(ptx: dict[str, str]) -> None:
         "gated_residual": set(),
         "swiglu_quant": {"rcp.approx.ftz.f32"},
         "layer_norm_quant": {"rcp.approx.ftz.f32", "rsqrt.approx.f32"},
+        "qk_norm_rope": {"rsqrt.approx.ftz.f32", "mul.rn.ftz.f32", "fma.rn.ftz.f32"},
     }
     for symbol, body in ptx.items():
-        assert set(re.findall(r"\b\w+\.(?:approx|ftz|full)[\w.]*", body)) == expected[name_of(symbol)], symbol
+        assert set(re.findall(r"\b\w+(?:\.rn)?\.(?:approx|ftz|full)[\w.]*", body)) == expected[name_of(symbol)], (
+            symbol
+        )
 
 
 def test_gate_and_residual_round_once(ptx: dict[str, str]) -> None:
@@ -199,6 +203,10 @@ LAYOUTS = {
         "rows rows_per_batch gate_stride modulation_stride",
     ),
     "LayerNormParams": (fused_kernels.LAYER_NORM, "stream width eps"),
+    "QkParams": (
+        fused_kernels.QK,
+        "x[0] x[1] norm[0] norm[1] cosine sine stride table_stride rows tokens heads eps",
+    ),
 }
 
 KIND_OF = """
@@ -209,6 +217,7 @@ KIND_OF = """
 #include "gated_residual.cuh"
 #include "layer_norm_quant.cuh"
 #include "norm_quant.cuh"
+#include "qk_norm_rope.cuh"
 #include "qkv_epilogue.cuh"
 #include "swiglu_quant.cuh"
 
@@ -284,6 +293,7 @@ PARAMETERS = {
     "gated_residual": fused_kernels.GATED,
     "swiglu_quant": fused_kernels.SWIGLU,
     "layer_norm_quant": fused_kernels.LAYER_NORM,
+    "qk_norm_rope": fused_kernels.QK,
 }
 ARGUMENTS = {
     "norm_quant": (False, False, False, 0),
@@ -292,6 +302,7 @@ ARGUMENTS = {
     "gated_residual": (False, False, 0),
     "swiglu_quant": (132, 0),
     "layer_norm_quant": (False, 0),
+    "qk_norm_rope": (8, 0),
 }
 
 
