@@ -15,7 +15,7 @@ from typing import Any
 from packaging.version import Version
 
 from sglang_fastpath import contracts, envs
-from sglang_fastpath.features import CATALOGUE, Feature
+from sglang_fastpath.features import CATALOGUE, Feature, Port
 
 ROOT = Path(__file__).resolve().parent.parent
 _README_COLUMNS = (("pass_ms", 1), ("sustained_ms", 1), ("kernel_ms", 1), ("launches", 0))
@@ -30,8 +30,8 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def features() -> str:
     return table(
-        ("feature", "what it does", "parity", "switch", "native since"),
-        ((f"`{f.id}`", f.title, f.parity, f"`{f.env}=0`", f.native_since or "-") for f in CATALOGUE),
+        ("feature", "what it does", "models", "parity", "switch"),
+        ((f"`{f.id}`", f.title, _models(f), f.parity, f"`{f.env}=0`") for f in CATALOGUE),
     )
 
 
@@ -54,17 +54,16 @@ def releases() -> str:
 
 
 def patches() -> str:
-    """A section for each set of sites: features that share a patch differ in why they are there."""
+    """A section for each port: features that share one differ in why they are there."""
     sections = []
-    for (_, sites, relies_on, removal), group in groupby(
-        CATALOGUE, key=lambda f: (f.patch, f.sites, f.relies_on, f.removal)
-    ):
-        sharing = list(group)
+    for port in dict.fromkeys(port for f in CATALOGUE for port in f.ports):
+        sharing = [f for f in CATALOGUE if port in f.ports]
         names = ", ".join(f"`{f.id}`" for f in sharing)
         why = "\n".join(f"- `{f.id}`: {f.why}" for f in sharing)
+        removal = "\n\n".join(dict.fromkeys(f"Delete {f.removal}." for f in sharing))
         sections.append(
-            f"### {names}\n\nWhy:\n\n{why}\n\nReplaces:\n\n{_listed(sites)}\n\n"
-            f"Relies on:\n\n{_listed(relies_on)}\n\nDelete {removal}."
+            f"### {port.name}: {names}\n\nWhy:\n\n{why}\n\nReplaces:\n\n{_listed(port.sites)}\n\n"
+            f"Relies on:\n\n{_listed(port.relies_on)}\n\n{removal}"
         )
     return "\n\n".join(sections)
 
@@ -306,11 +305,25 @@ def _listed(targets: Iterable[str]) -> str:
     return "\n".join(f"- `{target}`" for target in targets)
 
 
+def _models(feature: Feature) -> str:
+    return ", ".join(
+        f"{port.name} (native since {port.native_since})" if port.native_since else port.name
+        for port in feature.ports
+    )
+
+
 def _state(feature: Feature, release: str) -> str:
-    if feature.native_since and Version(release) >= Version(feature.native_since):
+    states = {port.name: _port_state(port, release) for port in feature.ports}
+    if len(set(states.values())) == 1:
+        return next(iter(states.values()))
+    return ", ".join(f"{state} in {name}" for name, state in states.items())
+
+
+def _port_state(port: Port, release: str) -> str:
+    if port.native_since and Version(release) >= Version(port.native_since):
         return "native"
     recorded = contracts.recorded()[release]
-    missing = [target for target in feature.contract if recorded.get(target) is None]
+    missing = [target for target in port.contract if recorded.get(target) is None]
     return f"drifted ({missing[0]})" if missing else "active"
 
 

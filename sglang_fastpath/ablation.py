@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sglang_fastpath import envs, status
 from sglang_fastpath.features import CATALOGUE
+from sglang_fastpath.plan import State
 from sglang_fastpath.status import ProcessStatus
 
 
@@ -39,14 +40,19 @@ class Outcome:
     workers: list[ProcessStatus]
 
 
-def variants(*, emulate: bool) -> Iterator[Variant]:
-    """Stock, everything on, each feature off alone, and (if there are several) each on alone.
+STOCK = Variant("stock", plugin=False)
+EVERYTHING = Variant("fastpath", plugin=True)
 
-    With `emulate`, without the features that the emulation switches off.
+
+def with_features(workers: list[ProcessStatus]) -> Iterator[Variant]:
+    """Each feature off alone, and (if there are several) each on alone.
+
+    `workers`: what those of `EVERYTHING` said; a feature that none of them could use, in this model or on this
+    machine, is left out.
     """
-    features = [feature for feature in CATALOGUE if not (emulate and feature.needs_a_gpu)]
-    yield Variant("stock", plugin=False)
-    yield Variant("fastpath", plugin=True)
+    states = [worker.document["features"] for worker in workers]
+    out = {State.OFF, State.UNSUPPORTED}
+    features = [f for f in CATALOGUE if not states or any(s.get(f.id, {}).get("state") not in out for s in states)]
     for feature in features:
         yield Variant(f"without {feature.id}", plugin=True, switches={feature.env: "0"})
     for feature in features if len(features) > 1 else ():

@@ -13,10 +13,10 @@ import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from sglang_fastpath import contracts
 from sglang_fastpath.benchmark_variants import Variant, make_graph_variants, make_variants
 from sglang_fastpath.denoisers import build_qwen_image, start_runtime
 from sglang_fastpath.denoising_loop import AroundPass, DenoisingLoop
+from sglang_fastpath.features import FLUX2, QWEN_IMAGE
 from sglang_fastpath.flux2_denoiser import SIZES, build_flux2
 from sglang_fastpath.guard import compare
 
@@ -49,12 +50,28 @@ _WARM_STEPS = 2
 _PLUGINS_BEST = ("fast", "fast+graph")  # must give stock's bytes; their memory is watched
 _LONGEST_REASON = 400
 
-# Model -> its builder, and its full size.
-MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
-    "qwen-image": (build_qwen_image, {"layers": 60, "heads": 24, "joint_attention_dim": 3584}),
-    "flux2": (build_flux2, SIZES["dev"]),
+
+class Model(NamedTuple):
+    """A denoiser at full size: the name that features know it by, its builder and what that is given, its text."""
+
+    family: str
+    build: Callable[..., nn.Module]
+    arch: dict[str, Any]
+    text_tokens: int
+
+    def sized(self, layers: int | None, heads: int | None) -> dict[str, int]:
+        """`Workload.arch` of one with so many blocks of each kind and so many heads, where they are given."""
+        kinds = [name for name in self.arch if name.endswith("layers")]
+        blocks = {} if layers is None else dict.fromkeys(kinds, layers)
+        return blocks if heads is None else {**blocks, "heads": heads}
+
+
+MODELS = {
+    "qwen-image": Model(
+        QWEN_IMAGE, build_qwen_image, {"layers": 60, "heads": 24, "joint_attention_dim": 3584}, text_tokens=256
+    ),
+    "flux2": Model(FLUX2, build_flux2, SIZES["dev"], text_tokens=512),
 }
-TEXT_TOKENS = {"qwen-image": 256, "flux2": 512}
 
 Report = Callable[[str], None]
 
@@ -88,7 +105,8 @@ def run(
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Eager: parity over a guidance run, then times; docs/benchmarks.md explains the fields."""
-    measured = Comparison(_build(workload, report), workload, make_variants(ablation=ablation), report=report)
+    variants = make_variants(MODELS[workload.model].family, ablation=ablation)
+    measured = Comparison(_build(workload, report), workload, variants, report=report)
     measured.check_parity(steps)
     features = _seen(measured.variants["fast"])
     both = ("stock", "fast")
@@ -124,6 +142,28 @@ def run(
             }
             for id, seen in features.items()
         },
+    }
+
+
+def run_parity(
+    workload: Workload, *, steps: int = 10, emulate: bool = False, report: Report = lambda line: None
+) -> dict[str, dict[str, Any]]:
+    """By eager variant, those of the ablation included: whether the bytes are stock's, and what each feature did.
+
+    `emulate`: with the FP8 linear emulated in torch, on a CPU.
+    """
+    variants = make_variants(MODELS[workload.model].family, emulate=emulate)
+    with _emulated(workload) if emulate else nullcontext():
+        compared = Comparison(_build(workload, report), workload, variants, report=report, tolerant=True)
+        compared.check_parity(steps)
+    return {
+        name: {
+            "bitwise_equal": compared.is_equal(name),
+            "failed": compared.failed.get(name, ""),
+            "features": _seen(variant),
+        }
+        for name, variant in variants.items()
+        if name != "stock"
     }
 
 
@@ -191,7 +231,7 @@ def describe(workload: Workload, command: str) -> dict[str, Any]:
         "attention": workload.attention,
         "image_tokens": workload.image_hw[0] * workload.image_hw[1],
         "text_tokens": workload.text_tokens,
-        "arch": MODELS[workload.model][1] | workload.arch,
+        "arch": MODELS[workload.model].arch | workload.arch,
         "commit": os.environ.get("COMMIT") or _commit(),
         "command": command,
     }
@@ -258,6 +298,10 @@ class Comparison:
                 difference = compare(latents, reference)
                 self._equal[name] = difference is None
                 self._report(f"  {name}: {difference or 'bitwise equal'}")
+
+    def is_equal(self, name: str) -> bool:
+        """Whether a variant gave stock's bytes; one that failed has not."""
+        return self._equal.get(name, False)
 
     def time_interleaved(self, steps: int) -> None:
         """Adds milliseconds a pass, wall: every variant runs its n-th step before any its next, in turning order.
@@ -535,8 +579,20 @@ def _median(values: Sequence[float], digits: int | None = None) -> float | None:
     return round(statistics.median(values), digits) if values else None
 
 
+@contextmanager
+def _emulated(workload: Workload) -> Iterator[None]:
+    from sglang_fastpath.patches.diffusion import fp8_cpu_emulation
+
+    start_runtime(attention_backend=workload.attention)
+    revert = fp8_cpu_emulation.apply()
+    try:
+        yield
+    finally:
+        revert()
+
+
 def _build(workload: Workload, report: Report) -> nn.Module:
     start_runtime(attention_backend=workload.attention)
     report("building the denoiser")
-    build, arch = MODELS[workload.model]
-    return build(**arch | workload.arch, fp8=True, device=workload.device)
+    model = MODELS[workload.model]
+    return model.build(**model.arch | workload.arch, fp8=True, device=workload.device)

@@ -190,24 +190,25 @@ class BreakableGraphs(Variant):
         return loop
 
 
-def only(*on: str) -> Plan:
-    """The plan in which exactly these features are switched on."""
-    settings = envs.Settings(enabled=True, switches={f.id: f.id in on for f in CATALOGUE})
+def only(*on: str, emulate: bool = False) -> Plan:
+    """The plan in which exactly these features are switched on; `emulate`: with the FP8 linear emulated."""
+    settings = envs.Settings(enabled=True, emulate=emulate, switches={f.id: f.id in on for f in CATALOGUE})
     return make_plan(settings, contracts.installed_release())
 
 
-def make_variants(*, ablation: bool = True) -> dict[str, Variant]:
+def make_variants(model: str, *, ablation: bool = True, emulate: bool = False) -> dict[str, Variant]:
     """The eager ones: stock, every feature on; for the ablation each active one alone, and every other one.
 
-    `step_graph` is left out: what a feature brings to an eager pass would not show.
+    `model`: features that are not for it are not ablated. `step_graph` is left out: what a feature brings to an
+    eager pass would not show.
     """
     eager = [feature.id for feature in CATALOGUE if feature.id != STEP_GRAPH]
-    fast = only(*eager)
+    fast = only(*eager, emulate=emulate)
     variants = {"stock": Variant(), "fast": Variant(fast)}
-    ids = [record.feature.id for record in fast.active()]
+    ids = [record.feature.id for record in fast.active() if not record.feature.lacks(model)]
     for id in ids if ablation else ():
-        variants[f"alone {id}"] = Variant(only(id))
-        variants[f"without {id}"] = Variant(only(*(other for other in ids if other != id)))
+        variants[f"alone {id}"] = Variant(only(id, emulate=emulate))
+        variants[f"without {id}"] = Variant(only(*(other for other in ids if other != id), emulate=emulate))
     return variants
 
 

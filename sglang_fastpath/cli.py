@@ -25,7 +25,7 @@ from sglang_fastpath import __version__, envs
 from sglang_fastpath.features import CATALOGUE
 
 if TYPE_CHECKING:
-    from sglang_fastpath import ablation
+    from sglang_fastpath import ablation, benchmark
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 console = Console()
@@ -91,8 +91,11 @@ def features(as_json: AsJson = False) -> None:
         shown.add_row("why", f.why)
         shown.add_row("switch", f"{f.env}=0|1")
         shown.add_row("parity", f.parity)
-        shown.add_row("native since", f.native_since or "-")
-        shown.add_row("replaces", "\n".join(f.sites))
+        for port in f.ports:
+            native = f" (native since {port.native_since})" if port.native_since else ""
+            shown.add_row(f"{port.name}{native}", "\n".join(port.sites))
+        for model, reason in f.not_for.items():
+            shown.add_row(model, f"not there: {reason}")
         console.print(shown)
 
 
@@ -187,7 +190,14 @@ def parity_of(feature_id: str, verdicts: list[dict[str, Any]]) -> str:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def ablate(
     context: typer.Context,
-    model_path: Annotated[Path, typer.Option(help="A checkpoint folder that SGLang serves.")],
+    model_path: Annotated[Path | None, typer.Option(help="A checkpoint folder that SGLang serves.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="qwen-image or flux2: that denoiser alone, random weights, no checkpoint.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="With --model: blocks of each kind, if not all.")] = None,
+    heads: Annotated[int | None, typer.Option(help="With --model: heads of 128, if not the model's own.")] = None,
+    text_tokens: Annotated[int | None, typer.Option(help="With --model: if not as many as it takes.")] = None,
+    attention: Annotated[str, typer.Option(help="With --model: SGLang's attention backend.")] = "fa",
     output: Annotated[Path, typer.Option(help="Where images, logs and status files go.")] = Path("ablation"),
     prompt: str = "a cat",
     negative_prompt: Annotated[str, typer.Option(help="Guidance needs one to run two passes a step.")] = "blurry",
@@ -201,30 +211,52 @@ def ablate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run SGLang's engine stock and with features switched; compare the images as bytes, show what each did.
+    """Run SGLang stock and with features switched; compare what comes out as bytes, show what each did.
 
-    Further options are passed on to `sglang generate`. Exit 1 if an image differs from stock's.
+    With --model-path its whole engine on one prompt, images compared; further options are passed on to
+    `sglang generate`. With --model one denoiser in this process, latents compared after every step. Exit 1 if
+    anything differs from stock's.
     """
     from sglang_fastpath import ablation
 
+    if (model is None) == (model_path is None):
+        sys.exit(
+            "sglang-fastpath: ablate takes --model-path (a checkpoint) or --model (qwen-image, flux2), one of them"
+        )
+    if model is not None:
+        full = _full_size(model)
+        _ablate_denoiser(
+            model,
+            full.sized(layers, heads),
+            (height, width),
+            text_tokens or full.text_tokens,
+            attention,
+            steps,
+            emulate=emulate,
+            as_json=as_json,
+        )
+        return
     output.mkdir(parents=True, exist_ok=True)
     arguments = [
         *("--model-path", str(model_path), "--prompt", prompt, "--negative-prompt", negative_prompt),
         *("--true-cfg-scale", str(guidance), "--width", str(width), "--height", str(height)),
         *("--num-inference-steps", str(steps), "--seed", str(seed), *context.args),
     ]
-    outcomes = []
-    planned = list(ablation.variants(emulate=emulate))
+    outcomes: list[ablation.Outcome] = []
+    planned = [ablation.STOCK, ablation.EVERYTHING]
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=Console(stderr=True)
     ) as bar:
         task = bar.add_task("", total=len(planned))
-        for variant in planned:
-            bar.update(task, description=variant.name)
+        while len(outcomes) < len(planned):
+            variant = planned[len(outcomes)]
+            bar.update(task, description=variant.name, total=len(planned))
             try:
                 outcomes.append(ablation.run(variant, arguments, output, emulate=emulate))
             except ablation.AblationError as error:
                 sys.exit(f"sglang-fastpath: {variant.name}: {error}")
+            if variant is ablation.EVERYTHING:
+                planned += ablation.with_features(outcomes[-1].workers)
             bar.advance(task)
     if as_json:
         print_json(
@@ -241,6 +273,49 @@ def ablate(
     else:
         show_ablation(outcomes, emulate=emulate)
     if not all(outcome.identical for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def _ablate_denoiser(
+    model: str,
+    arch: dict[str, int],
+    size: tuple[int, int],
+    text_tokens: int,
+    attention: str,
+    steps: int,
+    *,
+    emulate: bool,
+    as_json: bool,
+) -> None:
+    from sglang_fastpath import benchmark
+    from sglang_fastpath.denoisers import PIXELS_PER_TOKEN
+
+    if not emulate:
+        _require_gpu("ablate --model without --emulate")
+    workload = benchmark.Workload(
+        model=model,
+        arch=arch,
+        image_hw=(size[0] // PIXELS_PER_TOKEN, size[1] // PIXELS_PER_TOKEN),
+        text_tokens=text_tokens,
+        attention="torch_sdpa" if emulate else attention,
+        device="cpu" if emulate else "cuda",
+    )
+    progress = partial(Console(stderr=True).print, markup=False)
+    outcomes = benchmark.run_parity(workload, steps=steps, emulate=emulate, report=progress)
+    if as_json:
+        print_json(outcomes)
+    else:
+        shown = table(f"Ablation of {model}", "variant", "latents", "feature", "state", "calls", names=3)
+        for name, outcome in outcomes.items():
+            same = styled("identical" if outcome["bitwise_equal"] else outcome["failed"] or "DIFFERENT")
+            switched_on = {
+                id: seen for id, seen in outcome["features"].items() if not seen["state"].startswith("off")
+            }
+            for id, seen in switched_on.items():
+                shown.add_row(name, same, id, styled(seen["state"]), str(seen["hits"]))
+                name, same = "", ""
+        console.print(shown)
+    if not all(outcome["bitwise_equal"] for outcome in outcomes.values()):
         raise typer.Exit(1)
 
 
@@ -324,7 +399,7 @@ app.add_typer(bench, name="bench")
 @bench.command("denoiser")
 def bench_denoiser(
     model: Annotated[str, typer.Option(help="qwen-image or flux2.")] = "qwen-image",
-    layers: Annotated[int | None, typer.Option(help="Blocks (FLUX.2: double blocks), if not all.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Blocks of each kind, if not all.")] = None,
     steps: Annotated[int, typer.Option(min=2, help="Steps of guidance, two passes each.")] = 10,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over all variants.")] = 3,
     text_tokens: Annotated[int | None, typer.Option(help="256 for Qwen-Image, 512 for FLUX.2, if not given.")] = None,
@@ -345,14 +420,13 @@ def bench_denoiser(
     """
     from sglang_fastpath import benchmark
 
-    if model not in benchmark.MODELS:
-        sys.exit(f"sglang-fastpath: --model {model!r}: no such benchmark; known: {', '.join(benchmark.MODELS)}")
+    full = _full_size(model)
     names = _graph_variants(variants, graph=graph)
     _require_gpu()
     workload = benchmark.Workload(
         model=model,
-        arch={} if layers is None else {"layers": layers},
-        text_tokens=text_tokens or benchmark.TEXT_TOKENS[model],
+        arch=full.sized(layers, None),
+        text_tokens=text_tokens or full.text_tokens,
         attention=attention,
     )
     document = benchmark.describe(workload, _command())
@@ -371,6 +445,14 @@ def bench_denoiser(
     print_json(document)
     if benchmark.unequal(document):
         raise typer.Exit(1)
+
+
+def _full_size(model: str) -> "benchmark.Model":
+    from sglang_fastpath import benchmark
+
+    if model not in benchmark.MODELS:
+        sys.exit(f"sglang-fastpath: --model {model!r}: no such denoiser; known: {', '.join(benchmark.MODELS)}")
+    return benchmark.MODELS[model]
 
 
 def _command() -> str:
@@ -445,11 +527,11 @@ def show_kernels(document: dict[str, Any]) -> None:
         console.print(f"[red]Not stock's bytes: {', '.join(differing)}[/]")
 
 
-def _require_gpu() -> None:
+def _require_gpu(what: str = "bench") -> None:
     import torch
 
     if not torch.cuda.is_available():
-        sys.exit("sglang-fastpath: bench needs an NVIDIA GPU; torch.cuda.is_available() is False")
+        sys.exit(f"sglang-fastpath: {what} needs an NVIDIA GPU; torch.cuda.is_available() is False")
 
 
 def _settings() -> envs.Settings:

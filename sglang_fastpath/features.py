@@ -4,8 +4,12 @@ Everything that lists features is made from it: the flags table in the README, `
 ablation, the status line, the contracts to record.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+QWEN_IMAGE = "Qwen-Image"
+FLUX2 = "FLUX.2"
 
 _QWEN_IMAGE = "sglang.multimodal_gen.runtime.models.dits.qwen_image"
 _FLUX2 = "sglang.multimodal_gen.runtime.models.dits.flux_2"
@@ -17,26 +21,49 @@ _ATTENTION = "sglang.multimodal_gen.runtime.layers.attention"
 
 
 @dataclass(frozen=True)
-class Feature:
-    """One optimization, declared once.
+class Port:
+    """A feature in one family of models (or several that one patch serves): where it goes, and what it counts on.
 
-    `sites` are the stock functions that the patch replaces and `relies_on` those whose behaviour it counts on,
-    both as `module:qualified.name`; together they are the feature's contract. `needs` are keys of
-    `environment.REQUIREMENTS`. `native_since` is the first release in which stock does the same by itself.
-    `max_ulp` is what a feature of class `ulp` may differ from stock by, under SGLANG_FASTPATH_PARITY=ulp.
+    `sites` are the stock functions that `patch`, a module, replaces and `relies_on` those whose behaviour it counts
+    on, both as `module:qualified.name`; together they are the port's contract. `native_since` is the first release
+    in which stock does the same by itself.
+    """
+
+    models: tuple[str, ...]
+    patch: str
+    sites: tuple[str, ...]
+    relies_on: tuple[str, ...]
+    native_since: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The models, in words."""
+        return ", ".join(self.models)
+
+    @property
+    def contract(self) -> tuple[str, ...]:
+        """Every stock function that must be the recorded one for the port to be applied."""
+        return self.sites + self.relies_on
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One optimization, declared once; `ports` say where it is put to work.
+
+    `not_for` says, by model, why a model that the plugin knows has no port. `needs` are keys of
+    `environment.REQUIREMENTS`. `max_ulp` is what a feature of class `ulp` may differ from stock by, under
+    SGLANG_FASTPATH_PARITY=ulp.
     """
 
     id: str
     title: str
     path: Literal["diffusion", "llm"]
-    patch: str
-    sites: tuple[str, ...]
-    relies_on: tuple[str, ...]
+    ports: tuple[Port, ...]
     parity: Literal["bitwise", "ulp"]
     needs: tuple[str, ...]
-    native_since: str | None
     why: str
     removal: str
+    not_for: Mapping[str, str] = field(default_factory=dict)
     max_ulp: int = 0
 
     @property
@@ -50,121 +77,204 @@ class Feature:
         return "gpu" in self.needs
 
     @property
+    def sites(self) -> tuple[str, ...]:
+        """Every stock function that it replaces, in any model."""
+        return tuple(dict.fromkeys(site for port in self.ports for site in port.sites))
+
+    @property
     def contract(self) -> tuple[str, ...]:
-        """Every stock function that must be the recorded one for the feature to be applied."""
-        return self.sites + self.relies_on
+        """Every stock function that it counts on, in any model."""
+        return tuple(dict.fromkeys(target for port in self.ports for target in port.contract))
+
+    def port_of(self, patch: str) -> Port | None:
+        """Its port in a patch module, or None."""
+        return next((port for port in self.ports if port.patch == patch), None)
+
+    def lacks(self, model: str) -> str | None:
+        """Why it does nothing in a model, or None if it has a port there."""
+        if any(model in port.models for port in self.ports):
+            return None
+        return f"{model}: {self.not_for.get(model, 'not written for it')}"
 
 
-def _qwen_image_block(id: str, title: str, why: str) -> Feature:
-    """One of the features that share the fused forward of Qwen-Image's block."""
+_QWEN_IMAGE_BLOCK = Port(
+    models=(QWEN_IMAGE,),
+    patch="sglang_fastpath.patches.diffusion.qwen_image_block",
+    sites=(f"{_QWEN_IMAGE}:QwenImageTransformerBlock.forward",),
+    relies_on=(
+        f"{_QWEN_IMAGE}:QwenImageTransformerBlock.__init__",
+        f"{_QWEN_IMAGE}:QwenImageTransformerBlock._modulate",
+        f"{_QWEN_IMAGE}:QwenImageTransformer2DModel.forward",
+        f"{_QWEN_IMAGE}:QwenImageCrossAttention.__init__",
+        f"{_QWEN_IMAGE}:QwenImageCrossAttention.forward",
+        f"{_DIFFUSION_FP8}:Fp8LinearMethod.apply",
+        f"{_FP8_LINEAR}:deepgemm_w8a8_block_fp8_linear_with_fallback",
+    ),
+)
+
+
+_FLUX2_BLOCKS = Port(
+    models=(FLUX2,),
+    patch="sglang_fastpath.patches.diffusion.flux2_blocks",
+    sites=(
+        f"{_FLUX2}:Flux2TransformerBlock.forward",
+        f"{_FLUX2}:Flux2SingleTransformerBlock.forward",
+    ),
+    relies_on=(
+        f"{_FLUX2}:Flux2TransformerBlock.__init__",
+        f"{_FLUX2}:Flux2SingleTransformerBlock.__init__",
+        f"{_FLUX2}:Flux2Attention.__init__",
+        f"{_FLUX2}:Flux2Attention.forward",
+        f"{_FLUX2}:Flux2ParallelSelfAttention.__init__",
+        f"{_FLUX2}:Flux2ParallelSelfAttention.forward",
+        f"{_FLUX2}:Flux2FeedForward.__init__",
+        f"{_FLUX2}:Flux2FeedForward.forward",
+        f"{_FLUX2}:Flux2SwiGLU.forward",
+        f"{_FLUX2}:Flux2Modulation.forward",
+        f"{_FLUX2}:Flux2Transformer2DModel.forward",
+        f"{_DIFFUSION_FP8}:Fp8LinearMethod.apply",
+        f"{_FP8_LINEAR}:deepgemm_w8a8_block_fp8_linear_with_fallback",
+    ),
+)
+
+
+def _block_fp8(id: str, title: str, why: str, *ports: Port, not_for: Mapping[str, str] | None = None) -> Feature:
+    """One of the features that share the fused forwards of the denoisers' blocks."""
     return Feature(
         id=id,
-        title=f"Qwen-Image: {title}",
+        title=title,
         path="diffusion",
-        patch="sglang_fastpath.patches.diffusion.qwen_image_block",
-        sites=(f"{_QWEN_IMAGE}:QwenImageTransformerBlock.forward",),
-        relies_on=(
-            f"{_QWEN_IMAGE}:QwenImageTransformerBlock.__init__",
-            f"{_QWEN_IMAGE}:QwenImageTransformerBlock._modulate",
-            f"{_QWEN_IMAGE}:QwenImageTransformer2DModel.forward",
-            f"{_QWEN_IMAGE}:QwenImageCrossAttention.__init__",
-            f"{_QWEN_IMAGE}:QwenImageCrossAttention.forward",
-            f"{_DIFFUSION_FP8}:Fp8LinearMethod.apply",
-            f"{_FP8_LINEAR}:deepgemm_w8a8_block_fp8_linear_with_fallback",
-        ),
+        ports=ports,
         parity="bitwise",
         needs=("block_fp8_kernels",),
-        native_since=None,
         why=why,
         removal="when SGLang fuses it for block FP8 on Hopper",
+        not_for=not_for or {},
     )
 
 
 CATALOGUE: tuple[Feature, ...] = (
     Feature(
         id="cfg_mod_cache",
-        title="Qwen-Image: the second guidance pass of a step reuses the modulation",
+        title="the second guidance pass of a step reuses the modulation",
         path="diffusion",
-        patch="sglang_fastpath.patches.diffusion.qwen_image_modulation",
-        sites=(
-            f"{_QWEN_IMAGE}:QwenImageTransformer2DModel.forward",
-            f"{_DENOISING}:DenoisingStage._run_denoising_step",
-            f"{_LINEAR}:ReplicatedLinear.forward",
-        ),
-        relies_on=(
-            f"{_QWEN_IMAGE}:QwenImageTransformerBlock.__init__",
-            f"{_QWEN_IMAGE}:QwenImageTransformerBlock.forward",
-            f"{_QWEN_IMAGE}:QwenTimestepProjEmbeddings.forward",
-            f"{_DENOISING}:DenoisingStage._predict_noise_with_cfg",
-            f"{_DENOISING}:DenoisingStage._predict_noise",
+        ports=(
+            Port(
+                models=(QWEN_IMAGE,),
+                patch="sglang_fastpath.patches.diffusion.qwen_image_modulation",
+                sites=(
+                    f"{_QWEN_IMAGE}:QwenImageTransformer2DModel.forward",
+                    f"{_DENOISING}:DenoisingStage._run_denoising_step",
+                    f"{_LINEAR}:ReplicatedLinear.forward",
+                ),
+                relies_on=(
+                    f"{_QWEN_IMAGE}:QwenImageTransformerBlock.__init__",
+                    f"{_QWEN_IMAGE}:QwenImageTransformerBlock.forward",
+                    f"{_QWEN_IMAGE}:QwenTimestepProjEmbeddings.forward",
+                    f"{_DENOISING}:DenoisingStage._predict_noise_with_cfg",
+                    f"{_DENOISING}:DenoisingStage._predict_noise",
+                ),
+                native_since="0.5.19",
+            ),
         ),
         parity="bitwise",
         needs=(),
-        native_since="0.5.19",
         why="Both guidance passes of a step see the same timestep, so every block computes the same two "
         "modulation vectors twice (two [B, 6*dim] GEMVs a block, 120 a pass in Qwen-Image).",
         removal="when the oldest supported release is 0.5.19, whose blocks keep their modulation themselves",
+        not_for={FLUX2: "guidance is an input of the model, so a step is one pass"},
     ),
-    _qwen_image_block(
+    _block_fp8(
         "scale_prepack",
         "linears that run as one GEMM are merged at their first pass, scales in DeepGEMM's layout",
         "Stock quantizes the same activation three times and launches six small GEMMs for QKV; merged weights and "
-        "scales, concatenated without requantization, need one grouped launch.",
+        "scales, concatenated without requantization, need one grouped launch, or one for each stream.",
+        _QWEN_IMAGE_BLOCK,
+        _FLUX2_BLOCKS,
     ),
-    _qwen_image_block(
+    _block_fp8(
         "norm_quant",
-        "layer norm, modulation and quantization in one kernel, with gate and residual where they come first",
+        "layer norm, modulation and quantization in one kernel; in Qwen-Image with gate and residual before them",
         "Stock writes the modulated activation in bf16 and reads it back to quantize it, once for each linear; the "
         "end of a block and the next block's norm are two more passes over the residual stream.",
+        _QWEN_IMAGE_BLOCK,
+        _FLUX2_BLOCKS,
     ),
-    _qwen_image_block(
+    _block_fp8(
+        "gated_residual_norm",
+        "gate, residual, layer norm, modulation and quantization in one kernel, across the border of two blocks",
+        "Stock runs gate, residual, norm, scale and shift as elementwise kernels, 32 of the 314 ms of a FLUX.2 pass "
+        "on an H200, and quantizes what they wrote in one more.",
+        _FLUX2_BLOCKS,
+        not_for={QWEN_IMAGE: "norm_quant does it there"},
+    ),
+    _block_fp8(
         "qkv_epilogue",
         "bias, QK norm and RoPE of both streams in one kernel that writes the joint q, k, v",
         "Stock adds three biases, normalizes and rotates in place and concatenates text and image: four passes over "
         "q and k, three over v, for each stream.",
+        _QWEN_IMAGE_BLOCK,
+        _FLUX2_BLOCKS,
     ),
-    _qwen_image_block(
+    _block_fp8(
+        "qk_norm_rope",
+        "QK norm and RoPE of the single blocks in one kernel, in place in the merged projection",
+        "q and k are strided views of one merged GEMM output: stock's fused kernel does not take them, so that norm, "
+        "copies and RoPE run apart, and cosines and sines are concatenated in every block.",
+        _FLUX2_BLOCKS,
+        not_for={QWEN_IMAGE: "qkv_epilogue does it there"},
+    ),
+    _block_fp8(
         "act_quant",
-        "GELU and quantization in one kernel; the attention output is quantized in place in its joint buffer",
-        "Stock writes GELU's output in bf16 (107 MB a block at 1024x1024) and reads it back to quantize it.",
+        "GELU or SwiGLU and quantization in one kernel; the attention output is quantized where it lies",
+        "Stock writes the activation's output in bf16 (107 MB a block of Qwen-Image at 1024x1024, 170 MB one of "
+        "FLUX.2), in FLUX.2 concatenates it with the attention output, and reads it back to quantize it.",
+        _QWEN_IMAGE_BLOCK,
+        _FLUX2_BLOCKS,
     ),
-    _qwen_image_block(
+    _block_fp8(
         "bias_fold",
         "biases are added by the kernel that reads the GEMM's output anyway",
-        "Stock adds every linear's bias in a kernel of its own: 20 of 112 ms a pass on an H200.",
+        "Stock adds every linear's bias in a kernel of its own: 20 of 112 ms a pass of Qwen-Image on an H200.",
+        _QWEN_IMAGE_BLOCK,
+        not_for={FLUX2: "its linears have no biases"},
     ),
     Feature(
         id="step_graph",
-        title="Qwen-Image, FLUX.2: a whole pass, captured in a CUDA graph at its second call, is one launch",
+        title="a whole pass, captured in a CUDA graph at its second call, is one launch",
         path="diffusion",
-        patch="sglang_fastpath.patches.diffusion.step_graph",
-        sites=(
-            f"{_DENOISING}:DenoisingStage._run_denoising_step",
-            f"{_LINEAR}:ReplicatedLinear.forward",
-            f"{_QWEN_IMAGE}:QwenImageTransformer2DModel.forward",
-            f"{_FLUX2}:Flux2Transformer2DModel.forward",
-        ),
-        relies_on=(
-            f"{_FLUX2}:Flux2TransformerBlock.forward",
-            f"{_FLUX2}:Flux2SingleTransformerBlock.forward",
-            f"{_FLUX2}:Flux2Attention.forward",
-            f"{_FLUX2}:Flux2ParallelSelfAttention.forward",
-            f"{_FLUX2}:Flux2Modulation.forward",
-            f"{_FLUX2}:Flux2TimestepGuidanceEmbeddings.forward",
-            f"{_QWEN_IMAGE}:QwenImageTransformer2DModel.build_modulate_index",
-            f"{_QWEN_IMAGE}:QwenImageTransformerBlock.__init__",
-            f"{_QWEN_IMAGE}:QwenImageTransformerBlock.forward",
-            f"{_QWEN_IMAGE}:QwenImageTransformerBlock._modulate",
-            f"{_QWEN_IMAGE}:QwenImageCrossAttention.forward",
-            f"{_QWEN_IMAGE}:QwenTimestepProjEmbeddings.forward",
-            f"{_ATTENTION}.backends.flash_attn:FlashAttentionImpl.forward",
-            f"{_ATTENTION}.backends.sdpa:SDPAImpl.forward",
-            f"{_DENOISING}:DenoisingStage._predict_noise_with_cfg",
-            f"{_DENOISING}:DenoisingStage._predict_noise",
+        ports=(
+            Port(
+                models=(QWEN_IMAGE, FLUX2),
+                patch="sglang_fastpath.patches.diffusion.step_graph",
+                sites=(
+                    f"{_DENOISING}:DenoisingStage._run_denoising_step",
+                    f"{_LINEAR}:ReplicatedLinear.forward",
+                    f"{_QWEN_IMAGE}:QwenImageTransformer2DModel.forward",
+                    f"{_FLUX2}:Flux2Transformer2DModel.forward",
+                ),
+                relies_on=(
+                    f"{_FLUX2}:Flux2TransformerBlock.forward",
+                    f"{_FLUX2}:Flux2SingleTransformerBlock.forward",
+                    f"{_FLUX2}:Flux2Attention.forward",
+                    f"{_FLUX2}:Flux2ParallelSelfAttention.forward",
+                    f"{_FLUX2}:Flux2Modulation.forward",
+                    f"{_FLUX2}:Flux2TimestepGuidanceEmbeddings.forward",
+                    f"{_QWEN_IMAGE}:QwenImageTransformer2DModel.build_modulate_index",
+                    f"{_QWEN_IMAGE}:QwenImageTransformerBlock.__init__",
+                    f"{_QWEN_IMAGE}:QwenImageTransformerBlock.forward",
+                    f"{_QWEN_IMAGE}:QwenImageTransformerBlock._modulate",
+                    f"{_QWEN_IMAGE}:QwenImageCrossAttention.forward",
+                    f"{_QWEN_IMAGE}:QwenTimestepProjEmbeddings.forward",
+                    f"{_ATTENTION}.backends.flash_attn:FlashAttentionImpl.forward",
+                    f"{_ATTENTION}.backends.sdpa:SDPAImpl.forward",
+                    f"{_DENOISING}:DenoisingStage._predict_noise_with_cfg",
+                    f"{_DENOISING}:DenoisingStage._predict_noise",
+                ),
+            ),
         ),
         parity="bitwise",
         needs=("gpu",),
-        native_since=None,
         why="An eager pass launches thousands of kernels, and on many hosts the GPU waits for them. SGLang's own "
         "breakable graphs need every resolution named at start-up and leave attention outside.",
         removal="when SGLang captures whole passes, attention included, without being told the resolutions",

@@ -16,7 +16,7 @@ from packaging.version import Version
 from sglang_fastpath import contracts
 from sglang_fastpath.environment import REQUIREMENTS, Environment, detect
 from sglang_fastpath.envs import EMULATE, Settings
-from sglang_fastpath.features import CATALOGUE, Feature
+from sglang_fastpath.features import CATALOGUE, Feature, Port
 from sglang_fastpath.guard import Guard, GuardPolicy, Verdict, tensor_parallel_agreement
 
 _MOST_REASONS = 32
@@ -40,7 +40,8 @@ class State(StrEnum):
 class FeatureRecord:
     """What became of one feature in this process: its planned state, and what it did since.
 
-    `hits` counts stock calls that were replaced, `fallbacks` stock calls that were not, by reason.
+    `hits` counts stock calls that were replaced, `fallbacks` stock calls that were not, by reason. `out` says which
+    of its ports are not applied, and why: it is active as long as one of them is.
     """
 
     feature: Feature
@@ -49,6 +50,25 @@ class FeatureRecord:
     hits: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     on_first_hit: Callable[["FeatureRecord"], None] = lambda record: None
+    out: dict[Port, tuple[State, str]] = field(default_factory=dict)
+    model: str = ""
+    """The model that runs in this process, once one of its modules has called a patch."""
+
+    @property
+    def ports(self) -> tuple[Port, ...]:
+        """The ports that are to be applied, or have been."""
+        return tuple(port for port in self.feature.ports if port not in self.out)
+
+    def take_out(self, port: Port, state: State, why: str) -> None:
+        """Counts the port out; without another one the feature is out."""
+        self.out[port] = state, why
+        if not self.ports:
+            states = {state for state, _ in self.out.values()}
+            self.state = State.DRIFTED if State.DRIFTED in states else state
+            reasons = {port.name: why for port, (state, why) in self.out.items() if state is self.state}
+            apart = len(set(reasons.values())) > 1
+            each = [f"{name}: {why}" if apart else why for name, why in reasons.items()]
+            self.reason = "; ".join(dict.fromkeys(each))
 
     def hit(self) -> None:
         """Counts one replaced stock call; the first one is announced."""
@@ -68,6 +88,11 @@ class FeatureRecord:
         failed = sorted(failed_signatures)
         if failed:
             return State.PARITY_FAILED, "; ".join(failed)
+        here = [out for port, out in self.out.items() if self.model in port.models or not (self.model or self.hits)]
+        if here:
+            return here[0]
+        if not self.hits and self.model and (lacking := self.feature.lacks(self.model)):
+            return State.UNSUPPORTED, lacking
         if not self.hits:
             common = self.fallbacks.most_common(1)
             return State.NEVER_HIT, common[0][0] if common else "no call reached it"
@@ -88,6 +113,7 @@ class Plan:
     on_event: Callable[[], None] = lambda: None
     on_progress: Callable[[], None] = lambda: None
     _kept: dict[str, Any] = field(default_factory=dict)
+    _served: str = ""
 
     def __post_init__(self) -> None:
         self.guard = Guard(
@@ -107,6 +133,13 @@ class Plan:
 
     def active(self) -> list[FeatureRecord]:
         return [record for record in self.records.values() if record.state is State.ACTIVE]
+
+    def serve(self, model: str) -> None:
+        """Notes that a model of this family runs here: what is said of a feature is about that model."""
+        if model != self._served:
+            self._served = model
+            for record in self.records.values():
+                record.model = model
 
     def failed_signatures(self, feature_id: str) -> list[str]:
         return [
@@ -130,6 +163,12 @@ class Plan:
         parts = [f"active {len(self.active())}/{len(states)} ({role})"]
         for state in State:
             named = [f"{id} ({reason})" if reason else id for id, (s, reason) in states.items() if s is state]
+            named += [
+                f"{record.feature.id} in {port.name} ({why})"
+                for record in self.active()
+                for port, (out, why) in record.out.items()
+                if out is state
+            ]
             if named and state is not State.ACTIVE:
                 parts.append(f"{state}: {', '.join(named)}")
         return "; ".join(parts)
@@ -148,32 +187,43 @@ def make_plan(
     environment = replace(environment or detect(), emulated=settings.emulate)
     records = {}
     for feature in catalogue:
-        state, reason = _decide(feature, settings, release, environment)
-        records[feature.id] = FeatureRecord(feature, state, reason)
+        record = records[feature.id] = FeatureRecord(feature, State.ACTIVE)
+        if decided := _decide(feature, settings, release, environment):
+            record.state, record.reason = decided
+        elif release is not None:
+            for port in feature.ports:
+                if out := _out(port, release):
+                    record.take_out(port, *out)
+            if record.state is State.ACTIVE and feature.needs_a_gpu and not environment.gpu:
+                record.state, record.reason = State.OFF, f"{EMULATE}=1 emulates arithmetic, not a GPU"
     return Plan(settings, release.version if release else "none", records)
 
 
 def _decide(
     feature: Feature, settings: Settings, release: contracts.Release | None, environment: Environment
-) -> tuple[State, str]:
+) -> tuple[State, str] | None:
+    """Why the feature cannot run in any model, or None."""
     if off := settings.off_because(feature.id):
         return State.OFF, off
     if release is None:
         return State.UNSUPPORTED, "SGLang is not installed here"
-    if contracts.is_recorded(release) and _is_native(feature, release.version):
-        return State.NATIVE, f"stock does it since {feature.native_since}"
+    if all(_is_native(port, release) for port in feature.ports):
+        return State.NATIVE, f"stock does it since {feature.ports[0].native_since}"
     unmet = [why for need in feature.needs if (why := REQUIREMENTS[need](environment))]
-    if unmet:
-        return State.UNSUPPORTED, "; ".join(unmet)
-    if drift := contracts.check(feature.contract, release):
-        return State.DRIFTED, str(drift)
-    if feature.needs_a_gpu and not environment.gpu:
-        return State.OFF, f"{EMULATE}=1 emulates arithmetic, not a GPU"
-    return State.ACTIVE, ""
+    return (State.UNSUPPORTED, "; ".join(unmet)) if unmet else None
 
 
-def _is_native(feature: Feature, version: str) -> bool:
-    return feature.native_since is not None and Version(version) >= Version(feature.native_since)
+def _out(port: Port, release: contracts.Release) -> tuple[State, str] | None:
+    """Why the port is not to be applied, or None."""
+    if _is_native(port, release):
+        return State.NATIVE, f"stock does it since {port.native_since}"
+    drift = contracts.check(port.contract, release)
+    return (State.DRIFTED, str(drift)) if drift else None
+
+
+def _is_native(port: Port, release: contracts.Release) -> bool:
+    since = port.native_since
+    return since is not None and contracts.is_recorded(release) and Version(release.version) >= Version(since)
 
 
 _lock = threading.Lock()

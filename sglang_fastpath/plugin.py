@@ -152,7 +152,8 @@ def apply(new: Plan) -> None:
     plan.install(new)
     modules: dict[str, dict[str, FeatureRecord]] = {}
     for record in new.active():
-        modules.setdefault(record.feature.patch, {})[record.feature.id] = record
+        for port in record.ports:
+            modules.setdefault(port.patch, {})[record.feature.id] = record
     for module, records in modules.items():
         _apply_module(new, module, records)
     if new.settings.strict:
@@ -175,9 +176,12 @@ def _apply_module(new: Plan, module: str, records: dict[str, FeatureRecord]) -> 
     """Applies one patch module for all its active features at once: they share its sites, and lose them together."""
 
     def lost(why: str) -> None:
+        models = ""
         for record in records.values():
-            record.state, record.reason = State.DRIFTED, why
-        logger.warning("%s is not applied: %s; stock serves", ", ".join(records), why)
+            if port := record.feature.port_of(module):
+                record.take_out(port, State.DRIFTED, why)
+                models = port.name
+        logger.warning("%s is not applied to %s: %s; stock serves", ", ".join(records), models, why)
         if new.settings.strict:
             _refuse_what_cannot_run(new)
 
@@ -194,7 +198,9 @@ def _apply_module(new: Plan, module: str, records: dict[str, FeatureRecord]) -> 
 
 def _refuse_what_cannot_run(new: Plan) -> None:
     broken = {State.UNSUPPORTED, State.DRIFTED}
-    if any(record.state in broken for record in new.records.values()):
+    states = {record.state for record in new.records.values()}
+    states |= {state for record in new.records.values() for state, _ in record.out.values()}
+    if states & broken:
         sys.exit(f"sglang-fastpath: {envs.STRICT}=1 and not everything can run: {new.summary(_role())}")
 
 
@@ -234,9 +240,8 @@ def _announcing_readiness(event_loop: Callable[..., Any]) -> Callable[..., Any]:
 
 def verify(new: Plan) -> None:
     """Looks up every replaced target again; what does not reach our code any more becomes `drifted`."""
-    for record in new.active():
-        patch = _patches.get(record.feature.patch)
-        if patch is not None:
+    for module in {port.patch for record in new.active() for port in record.ports}:
+        if patch := _patches.get(module):
             patch.verify()
 
 

@@ -174,8 +174,9 @@ def test_bench_denoiser_writes_its_result_and_exits_with_1_unless_the_bytes_are_
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # those that wait for each other take longer than the denoiser
     tiny = {"image_hw": (4, 4), "device": "cpu"}
-    build, arch = benchmark.MODELS["qwen-image"]
-    monkeypatch.setitem(benchmark.MODELS, "qwen-image", (build, arch | {"heads": 2, "joint_attention_dim": 128}))
+    full = benchmark.MODELS["qwen-image"]
+    small = full._replace(arch=full.arch | {"heads": 2, "joint_attention_dim": 128})
+    monkeypatch.setitem(benchmark.MODELS, "qwen-image", small)
     monkeypatch.setattr(benchmark, "Workload", functools.partial(benchmark.Workload, **tiny))
     monkeypatch.setattr(cli, "_require_gpu", lambda: None)
     if not equal:

@@ -21,7 +21,7 @@ from sglang_fastpath.features import CATALOGUE
 pytestmark = pytest.mark.engine
 
 WORKERS = ("diffusion worker 0", "diffusion worker 1")
-BLOCK = [feature.id for feature in CATALOGUE if feature.patch.endswith(".qwen_image_block")]
+BLOCK = [feature.id for feature in CATALOGUE if feature.port_of("sglang_fastpath.patches.diffusion.qwen_image_block")]
 SAMPLING: dict[str, Any] = {
     "prompt": "a cat",
     "negative_prompt": "blurry",

@@ -242,11 +242,14 @@ def test_the_ledger_names_every_feature_once_with_all_that_it_replaces_and_relie
     generator: dict[str, Any],
 ) -> None:
     sections = generator["patches"]().split("### ")[1:]
-    for feature in CATALOGUE:
-        (section,) = (section for section in sections if f"`{feature.id}`" in section.splitlines()[0])
+    ports = [(feature, port) for feature in CATALOGUE for port in feature.ports]
+    for feature, port in ports:
+        (section,) = (
+            s for s in sections if s.startswith(f"{port.name}: ") and f"`{feature.id}`" in s.splitlines()[0]
+        )
         replaced, _, relied_on = section.partition("Relies on:")
         assert f"- `{feature.id}`: {feature.why}" in replaced
-        assert all(f"- `{site}`" in replaced for site in feature.sites)
-        assert all(f"- `{target}`" in relied_on for target in feature.relies_on)
-        assert section.rstrip().endswith(f"Delete {feature.removal}.")
-    assert len(sections) == len({feature.patch for feature in CATALOGUE})
+        assert all(f"- `{site}`" in replaced for site in port.sites)
+        assert all(f"- `{target}`" in relied_on for target in port.relies_on)
+        assert f"Delete {feature.removal}." in section
+    assert len(sections) == len({port.patch for _, port in ports})

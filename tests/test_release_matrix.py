@@ -24,7 +24,9 @@ MATRIX: tuple[str, ...] = runpy.run_path(str(ROOT / "scripts/releases.py"))["MAT
 ACTIVE = ["active", ""]
 NATIVE = ["native", "stock does it since 0.5.19"]
 NO_GPU = ["unsupported", "no NVIDIA GPU: torch.cuda.is_available() is False"]
-BLOCK = tuple(feature.id for feature in CATALOGUE if feature.patch.endswith(".qwen_image_block"))
+BLOCK = tuple(
+    feature.id for feature in CATALOGUE if feature.port_of("sglang_fastpath.patches.diffusion.qwen_image_block")
+)
 EMULATED_GPU = ["off", "SGLANG_FASTPATH_EMULATE=1 emulates arithmetic, not a GPU"]
 # With the FP8 linear emulated.
 STATES = {

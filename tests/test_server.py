@@ -33,7 +33,7 @@ GUIDED_REQUEST = REQUESTS[0]
 BLOCKS = 2
 # The linears whose second call in a step is saved: in each block, image and text stream.
 MODULATIONS = 2 * BLOCKS
-FUSED = [feature.id for feature in CATALOGUE if feature.patch.endswith(".qwen_image_block")]
+FUSED = [feature.id for feature in CATALOGUE if feature.port_of("sglang_fastpath.patches.diffusion.qwen_image_block")]
 
 
 @dataclass

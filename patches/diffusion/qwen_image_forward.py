@@ -5,12 +5,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from sglang_fastpath.kernels import fused_kernels
 from sglang_fastpath.kernels.act_quant import ActInput, act_quant
 from sglang_fastpath.kernels.act_quant import can_use as can_quantize
 from sglang_fastpath.kernels.block_fp8_gemm import GROUP_ROWS, gemm, grouped_gemm
-from sglang_fastpath.kernels.block_fp8_linear import quantize_per_token_group
-from sglang_fastpath.kernels.fused_kernels import Quantized, QuantizedPair
+from sglang_fastpath.kernels.fused_kernels import QuantizedPair
 from sglang_fastpath.kernels.gated_residual import GatedInput, gated_residual
 from sglang_fastpath.kernels.gated_residual import can_use as can_gate
 from sglang_fastpath.kernels.norm_quant import NormInput, norm_quant
@@ -18,8 +16,10 @@ from sglang_fastpath.kernels.norm_quant import can_use as can_norm
 from sglang_fastpath.kernels.qkv_epilogue import HEAD, QkvInput, qkv_epilogue
 from sglang_fastpath.kernels.qkv_epilogue import can_use as can_finish_qkv
 from sglang_fastpath.loaders.merged_linears import MergedLinears
-from sglang_fastpath.patches.diffusion.qwen_image_layout import BlockLayout, Linear, Refused
-from torch import Tensor, nn
+from sglang_fastpath.patches.diffusion.block_layout import BlockLayout, Refused
+from sglang_fastpath.patches.diffusion.block_steps import check, project, rows, stock_quantize
+from sglang_fastpath.patches.diffusion.fused_blocks import Ahead
+from torch import Tensor
 
 # Up to how many text rows the GEMMs of both streams run as one grouped launch, as measured (docs/benchmarks.md). The
 # text's rows are padded to a tile of 128: with one such tile every GEMM gains, with more of them only the wide ones.
@@ -31,18 +31,8 @@ _Operands: TypeAlias = QuantizedPair | tuple[Tensor, Tensor]
 _Modulations = tuple["_Modulation", "_Modulation"]
 
 
-class Ahead(NamedTuple):
-    """The next block's modulation and first norm, computed at the end of the block before (`by`)."""
-
-    by: nn.Module
-    block: nn.Module
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor]  # text and image stream, both time embeddings: as it will see them
-    modulation: tuple[Tensor, Tensor]
-    operands: QuantizedPair
-
-
 class Call(NamedTuple):
-    """One call of a block."""
+    """One call of a block; see fused_blocks.py."""
 
     block: Any
     layout: BlockLayout
@@ -53,9 +43,31 @@ class Call(NamedTuple):
     attention: dict[str, Any]
     modulate_index: Tensor | None
     cache_key: Any
-    ahead: Ahead | None
-    following: Any  # the block whose norm is to be computed ahead, or None
-    following_layout: BlockLayout | None
+    ahead: Ahead | None = None
+    following: Any = None
+    following_layout: BlockLayout | None = None
+
+    @property
+    def streams(self) -> Outputs:
+        return self.text, self.image
+
+    def kind(self) -> tuple[Any, ...]:
+        return (
+            self.text.shape,
+            self.image.shape,
+            self.text.data_ptr() % 16,
+            self.image.data_ptr() % 16,
+            *((table.shape, table.stride(), table.dtype, table.data_ptr() % 16) for table in self.rotary),
+            self.attention.get("attn_mask") is not None,
+            self.modulate_index is not None,
+            self.image.device,
+        )
+
+    def __str__(self) -> str:
+        batch, text_tokens, width = self.text.shape
+        what = f"{batch} x ({text_tokens} text + {self.image.shape[1]} image) tokens of {width}"
+        what += ", a mask" if self.attention.get("attn_mask") is not None else ""
+        return what + (", modulate_index" if self.modulate_index is not None else "")
 
 
 class _Modulation(NamedTuple):
@@ -136,7 +148,7 @@ class FusedForward:
             for index, operand in enumerate(_streams(operands)):
                 shape = (call.text, call.image)[index].shape[:2]
                 three = linears[3 * index : 3 * index + 3]
-                streams.append(tuple(self._project(linear, operand, shape, fold=fold) for linear in three))
+                streams.append(tuple(project(linear, operand, shape, fold=fold) for linear in three))
         biases: list[Any] = [None, None]
         if fold:
             biases = [tuple(linear.bias for linear in linears[start : start + 3]) for start in (0, 3)]
@@ -184,15 +196,8 @@ class FusedForward:
         if self._norm_quant:
             biases = [linear.bias if self._bias_fold else None for linear in call.layout.linears["out"]]
             inputs = [
-                NormInput(
-                    rows.view(-1, rows.shape[-1]),
-                    m.scale2,
-                    m.shift2,
-                    gate,
-                    stream.view(rows.shape[0] * rows.shape[1], -1),
-                    bias,
-                )
-                for rows, m, gate, stream, bias in zip(
+                NormInput(rows(out), m.scale2, m.shift2, gate, rows(stream), bias)
+                for out, m, gate, stream, bias in zip(
                     x, modulation, gates, (call.text, call.image), biases, strict=True
                 )
             ]
@@ -239,7 +244,7 @@ class FusedForward:
             following = self._modulation_of(call.following)
             first = tuple(_Modulation(*params.chunk(6, dim=-1)) for params in following)
             inputs = [
-                NormInput(_rows(x), m.scale1, m.shift1, gate, _rows(residual), bias)
+                NormInput(rows(x), m.scale1, m.shift1, gate, rows(residual), bias)
                 for x, m, gate, residual, bias in zip(down, first, gates, residuals, biases, strict=True)
             ]
             self._check(can_norm, *inputs)
@@ -256,7 +261,7 @@ class FusedForward:
             return outputs
         if self._bias_fold:
             gated = [
-                GatedInput(_rows(x), _rows(gate), _rows(residual), bias)
+                GatedInput(rows(x), rows(gate), rows(residual), bias)
                 for x, gate, residual, bias in zip(down, gates, residuals, biases, strict=True)
             ]
             self._check(can_gate, *gated)
@@ -271,7 +276,7 @@ class FusedForward:
     # What the steps are made of.
 
     def _norm_inputs(self, streams: tuple[Tensor, Tensor], modulation: _Modulations) -> list[NormInput]:
-        inputs = [NormInput(_rows(x), m.scale1, m.shift1) for x, m in zip(streams, modulation, strict=True)]
+        inputs = [NormInput(rows(x), m.scale1, m.shift1) for x, m in zip(streams, modulation, strict=True)]
         self._check(can_norm, *inputs)
         return inputs
 
@@ -296,21 +301,9 @@ class FusedForward:
             text, image = (raw.view(*shape, raw.shape[-1]) for raw, shape in zip(raws, shapes, strict=True))
             return text, image
         return (
-            self._project(linears[0], operands[0], shapes[0], fold=fold),
-            self._project(linears[1], operands[1], shapes[1], fold=fold),
+            project(linears[0], operands[0], shapes[0], fold=fold),
+            project(linears[1], operands[1], shapes[1], fold=fold),
         )
-
-    def _project(self, linear: Linear, operand: Any, shape: Any, *, fold: bool) -> Tensor:
-        """[B, tokens, N]; with `fold` the bias is left to the kernel that reads it."""
-        if isinstance(operand, Quantized):
-            out = gemm(operand, linear.weight, linear.scale)
-            if not fold:
-                out += linear.bias
-            result: Tensor = out.view(*shape, out.shape[-1])
-            return result
-        module = linear.module
-        result = module.quant_method.apply(module, operand, None) if fold else module(operand)[0]
-        return result
 
     def _both_gemms(self, pair: QuantizedPair, merged: MergedLinears) -> tuple[Tensor, Tensor]:
         if pair.joint is not None:
@@ -325,7 +318,7 @@ class FusedForward:
         return text, image
 
     def _quantize(self, streams: tuple[Tensor, Tensor]) -> QuantizedPair:
-        text, image = (_stock_quantize(_rows(x)) for x in streams)
+        text, image = (stock_quantize(rows(x)) for x in streams)
         return QuantizedPair(text, image)
 
     def _group_rows(self, name: str, layout: BlockLayout) -> int:
@@ -335,30 +328,11 @@ class FusedForward:
 
     def _check(self, can_use: Callable[[Any], str | None], *streams: Any) -> None:
         if self._checking:
-            for stream in streams:
-                if reason := can_use(stream):
-                    raise Refused(reason)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+            check(can_use, streams)
 
 
 def _streams(operands: _Operands) -> tuple[Any, Any]:
     return operands[0], operands[1]
-
-
-def _stock_quantize(x: Tensor) -> Quantized:
-    """What stock's linear does first: its own quantizer where it runs, the emulation's on a CPU."""
-    padded = -(-x.shape[0] // fused_kernels.TMA_ALIGNED_ROWS) * fused_kernels.TMA_ALIGNED_ROWS
-    if not x.is_cuda:
-        return Quantized(*quantize_per_token_group(x, tma_aligned=True), padded)
-    from sglang.srt.layers.quantization import fp8_utils
-
-    q, scale = fp8_utils.sglang_per_token_group_quant_fp8(
-        x.contiguous(), 128, column_major_scales=True, scale_tma_aligned=True, scale_ue8m0=False
-    )
-    return Quantized(q, scale, padded)
 
 
 def _stock_qkv_epilogue(

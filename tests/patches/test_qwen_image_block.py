@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from sglang_fastpath.kernels import act_quant, gated_residual, norm_quant, qkv_epilogue
-from sglang_fastpath.patches.diffusion import fp8_cpu_emulation, qwen_image_forward
+from sglang_fastpath.patches.diffusion import block_steps, fp8_cpu_emulation, qwen_image_forward
 from stock_chains import assert_same_bytes
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -76,7 +76,13 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
         return launcher
 
     for name in LAUNCHERS:
-        monkeypatch.setattr(qwen_image_forward, name, counting(name, getattr(qwen_image_forward, name)))
+        for module in users_of(name):
+            monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
+
+
+def users_of(launcher: str) -> list[Any]:
+    """The modules that a block's forward calls it from."""
+    return [module for module in (qwen_image_forward, block_steps) if hasattr(module, launcher)]
 
 
 @pytest.fixture(scope="module")
@@ -1023,7 +1029,7 @@ def test_a_block_of_another_kind_is_stocks(change: Callable[[Any], None], reason
     [
         ({"fp8": False}, "not in block FP8 (UnquantizedLinearMethod)"),
         ({"not_quantized": ("img_in", "txt_in", "proj_out", "_mod", "img_mlp")}, "img_mlp.net.0.proj is not in"),
-        ({"dtype": torch.float32}, "activations are torch.float32"),
+        ({"dtype": torch.float32}, "attn.add_q_proj has a torch.float32 bias"),
     ],
     ids=["bf16", "partly quantized", "float32"],
 )
@@ -1077,17 +1083,17 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
 @contextmanager
 def failing(name: str, error: Exception) -> Iterator[Counter[str]]:
     """The launcher `name` scribbles over what it returned and raises; counts its calls."""
-    launch = getattr(qwen_image_forward, name)
     calls: Counter[str] = Counter()
 
-    def scribble(*args: Any, **kwargs: Any) -> None:
+    def scribble(launch: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         calls[name] += 1
         for tensor in tensors_of(launch(*args, **kwargs)):
             tensor.fill_(math.nan)
         raise error
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(qwen_image_forward, name, scribble)
+        for module in users_of(name):
+            patched.setattr(module, name, functools.partial(scribble, getattr(module, name)))
         yield calls
 
 
@@ -1251,9 +1257,10 @@ def test_a_site_that_is_taken_before_makes_all_features_drifted(denoiser, on: tu
     with foreign_forward(denoiser) as forward:
         theirs = infer(denoiser, inputs)
         with fastpath(on) as new:
-            states = {id: new.records[id].state for id in FEATURES}
-            assert states == {id: State.DRIFTED if id in on else State.OFF for id in FEATURES}
-            assert all("QwenImageTransformerBlock.forward" in new.records[id].reason for id in on)
+            assert {id: new.observed(new.records[id])[0] for id in FEATURES} == {
+                id: State.DRIFTED if id in on else State.OFF for id in FEATURES
+            }
+            assert all("QwenImageTransformerBlock.forward" in new.observed(new.records[id])[1] for id in on)
             assert_same_bytes(infer(denoiser, inputs), theirs)
             assert vars(type(denoiser.transformer_blocks[0]))["forward"] is forward
         with pytest.raises(SystemExit, match="drifted"):
@@ -1269,8 +1276,9 @@ def test_a_site_that_is_lost_later_makes_all_features_drifted(denoiser) -> None:
         with foreign_forward(denoiser) as forward:
             theirs = infer(denoiser, inputs)
             plugin.verify(new)
-            assert {new.records[id].state for id in FEATURES} == {State.DRIFTED}
-            assert {new.records[id].reason for id in FEATURES} == {new.records["act_quant"].reason}
+            ((state, reason),) = {new.observed(new.records[id]) for id in FEATURES}
+            assert state is State.DRIFTED
+            assert "QwenImageTransformerBlock.forward" in reason
             assert new.records["cfg_mod_cache"].state is State.ACTIVE, "it does not share the site"
             assert_same_bytes(infer(denoiser, inputs), theirs)
             plugin.deactivate()

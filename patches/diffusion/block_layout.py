@@ -1,9 +1,11 @@
-"""How a Qwen-Image block is made: what the fused forward needs of it, and why it may not run it.
+"""How a denoiser's block is made: what the fused forward needs of it, and why it may not run it.
 
-Everything that can change after loading is compared again at every call: modules replaced (LoRA), hooks, parameters
-replaced or moved (reload, offload).
+`BlockParts` declares it once for a class of blocks, `BlockLayout` is what was found in one block. Everything that can
+change after loading is compared again at every call: modules replaced (LoRA), hooks, parameters replaced or moved
+(reload, offload).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,35 +13,34 @@ import torch
 from sglang_fastpath.loaders.merged_linears import MergedLinears, NotMergeable, merge_linears
 from torch import Tensor, nn
 
-# Where each of the block's linears hangs: (path of the parent, name). Text first, as in the joint sequence.
-_PLACES = {
-    "qkv": tuple(("attn", name) for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_q", "to_k", "to_v")),
-    "out": (("attn", "to_add_out"), ("attn.to_out", "0")),
-    "up": (("txt_mlp.net.0", "proj"), ("img_mlp.net.0", "proj")),
-    "down": (("txt_mlp.net", "2"), ("img_mlp.net", "2")),
-}
-# Modules that the fused forward goes around: a hook on one of them would not run.
-_BYPASSED = (
-    "attn",
-    "attn.to_out",
-    "img_mlp",
-    "txt_mlp",
-    "img_mlp.net",
-    "txt_mlp.net",
-    "img_mlp.net.0",
-    "txt_mlp.net.0",
-    "img_mlp.net.1",
-    "txt_mlp.net.1",
-    "fuse_mul_add",
-)
-_NORMS = ("img_norm1", "txt_norm1", "img_norm2", "txt_norm2")
-_QK_NORMS = ("attn.norm_added_q", "attn.norm_added_k", "attn.norm_q", "attn.norm_k")
-_LINEAR_TYPES = ("ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear")
+_LINEAR_TYPES = ("ColumnParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear")
 _BLOCK = [128, 128]
+
+Place = tuple[str, str]
+"""Where a module hangs: the path of its parent in the block, and its name there."""
 
 
 class Refused(ValueError):
     """A fused step cannot run on these tensors; the message says why."""
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """What a class of blocks consists of, by path.
+
+    `linears`: by what they are for; `merged` names those that run as one GEMM. `bypassed`: other modules that the
+    fused forward goes around; a hook on one of them would not run. `norms`: layer norms without weights. `qk_norms`:
+    RMSNorms, in the order in which the fused forward takes their weights. `biased`: every linear has a bias, or none.
+    `refuse`: why a block of the class is not for us all the same, or None.
+    """
+
+    linears: dict[str, tuple[Place, ...]]
+    merged: tuple[str, ...]
+    bypassed: tuple[str, ...]
+    norms: tuple[str, ...]
+    qk_norms: tuple[str, ...]
+    biased: bool
+    refuse: Callable[[Any], str | None]
 
 
 class Linear(NamedTuple):
@@ -50,7 +51,7 @@ class Linear(NamedTuple):
     module: Any
     weight: nn.Parameter
     scale: nn.Parameter
-    bias: nn.Parameter
+    bias: nn.Parameter | None
     addresses: tuple[int, int, int]
 
 
@@ -58,11 +59,12 @@ class Linear(NamedTuple):
 class BlockLayout:
     """What the fused forward needs of one block, looked up once; `unchanged` says whether it still holds."""
 
+    parts: BlockParts
     linears: dict[str, tuple[Linear, ...]]
     bypassed: tuple[tuple[dict[str, Any], str, Any], ...]
     norm_eps: float
     qk_eps: float
-    qk_norm: tuple[Tensor, Tensor, Tensor, Tensor]
+    qk_norm: tuple[Tensor, ...]
     qk_norm_owners: tuple[dict[str, Any], ...] = ()
     merged: dict[str, MergedLinears] = field(default_factory=dict)
     not_merged: str = ""
@@ -70,40 +72,44 @@ class BlockLayout:
     verified: set[tuple[frozenset[str], bool, bool]] = field(default_factory=set)
 
     @classmethod
-    def of(cls, block: nn.Module) -> "BlockLayout":
+    def of(cls, block: nn.Module, parts: BlockParts) -> "BlockLayout":
         """Raises Refused if the block is not made as the fused forward expects."""
         try:
-            return cls._of(block)
+            return cls._of(block, parts)
         except AttributeError as error:
             raise Refused(f"the block is made otherwise: {error}") from None
 
     @classmethod
-    def _of(cls, block: nn.Module) -> "BlockLayout":
-        linears = {
-            name: tuple(_look_at_linear(block, *place) for place in places) for name, places in _PLACES.items()
-        }
+    def _of(cls, block: nn.Module, parts: BlockParts) -> "BlockLayout":
+        linears = _look_at_linears(block, parts)
         bypassed: list[tuple[dict[str, Any], str, Any]] = []
-        for path in (*_BYPASSED, *_NORMS, *_QK_NORMS):
+        for path in (*parts.bypassed, *parts.norms, *parts.qk_norms):
             parent, _, name = path.rpartition(".")
             children = block.get_submodule(parent)._modules
             bypassed.append((children, name, block.get_submodule(path)))
-        attn: Any = block.attn
-        if getattr(attn, "use_fused_qkv", False) or getattr(attn, "use_fused_added_qkv", False) or not attn.qk_norm:
-            raise Refused("the attention has packed projections or no QK norm")
-        if len(attn.to_out) != 1:
-            raise Refused("the attention output has a dropout")
-        norms: list[Any] = [block.get_submodule(name) for name in _NORMS]
-        if any(getattr(norm.norm, "weight", None) is not None for norm in norms):
+        if why := parts.refuse(block):
+            raise Refused(why)
+        norms: list[Any] = [block.get_submodule(name) for name in parts.norms]
+        if any(weight is not None for norm in norms for weight in norm.parameters()):
             raise Refused("a layer norm has weights")
-        qk: list[Any] = [block.get_submodule(name) for name in _QK_NORMS]
+        qk: list[Any] = [block.get_submodule(name) for name in parts.qk_norms]
         if len({norm.eps for norm in norms}) != 1 or len({norm.variance_epsilon for norm in qk}) != 1:
             raise Refused("the norms' epsilons differ")
         weights = tuple(norm.weight for norm in qk)
-        layout = cls(linears, tuple(bypassed), norms[0].eps, qk[0].variance_epsilon, weights)
+        layout = cls(parts, linears, tuple(bypassed), norms[0].eps, qk[0].variance_epsilon, weights)
         layout.qk_norm_owners = tuple(norm._parameters for norm in qk)
         if bypassed_otherwise := layout.bypassed_otherwise():
             raise Refused(bypassed_otherwise)
         return layout
+
+    @property
+    def name(self) -> str:
+        """The block's name in its model, as its linears know it."""
+        place, linear = next(
+            (places[-1], linears[-1])
+            for places, linears in zip(self.parts.linears.values(), self.linears.values(), strict=True)
+        )
+        return str(linear.module.prefix).removesuffix(".".join(part for part in place if part)).rstrip(".")
 
     def bypassed_otherwise(self) -> str | None:
         """Which bypassed module was replaced, has hooks or a forward of its own, or None."""
@@ -125,7 +131,7 @@ class BlockLayout:
                     or parameters["bias"] is not bias
                     or weight.data_ptr() != weight_at
                     or scale.data_ptr() != scale_at
-                    or bias.data_ptr() != bias_at
+                    or (bias is not None and bias.data_ptr() != bias_at)
                 ):
                     return False
         for owner, norm_weight in zip(self.qk_norm_owners, self.qk_norm, strict=True):
@@ -138,14 +144,13 @@ class BlockLayout:
         try:
             if why := _offloaded(block):
                 raise NotMergeable(why)
-            for name, linears in self.linears.items():
-                self.merged[name] = merge_linears([linear.module for linear in linears])
+            for name in self.parts.merged:
+                self.merged[name] = merge_linears([linear.module for linear in self.linears[name]])
             self.merges += 1
         except (NotMergeable, torch.OutOfMemoryError) as error:
             self.merged.clear()
             self.not_merged = str(error)
-        for name, places in _PLACES.items():
-            self.linears[name] = tuple(_look_at_linear(block, *place) for place in places)
+        self.linears = _look_at_linears(block, self.parts)
 
 
 def _is_altered(module: Any) -> bool:
@@ -153,7 +158,14 @@ def _is_altered(module: Any) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
-def _look_at_linear(block: nn.Module, parent: str, name: str) -> Linear:
+def _look_at_linears(block: nn.Module, parts: BlockParts) -> dict[str, tuple[Linear, ...]]:
+    return {
+        name: tuple(_look_at_linear(block, *place, biased=parts.biased) for place in places)
+        for name, places in parts.linears.items()
+    }
+
+
+def _look_at_linear(block: nn.Module, parent: str, name: str, *, biased: bool) -> Linear:
     """Raises Refused unless it is SGLang's own linear in block FP8, whole on this rank."""
     children = block.get_submodule(parent)._modules
     module: Any = children.get(name)
@@ -175,13 +187,17 @@ def _look_at_linear(block: nn.Module, parent: str, name: str) -> Linear:
     if getattr(module, "tp_size", 1) != 1:
         raise Refused(f"tensor parallelism over {module.tp_size} ranks")
     weight, scale, bias = (module._parameters.get(key) for key in ("weight", "weight_scale_inv", "bias"))
-    if weight is None or scale is None or bias is None:
-        raise Refused(f"{where} has no bias or no block scales")
-    if weight.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32 or bias.dtype != torch.bfloat16:
-        raise Refused(f"{where} is {weight.dtype} with {scale.dtype} scales and a {bias.dtype} bias")
+    if weight is None or scale is None:
+        raise Refused(f"{where} has no block scales")
+    if (bias is None) == biased:
+        raise Refused(f"{where} has {'no' if biased else 'a'} bias")
+    if weight.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
+        raise Refused(f"{where} is {weight.dtype} with {scale.dtype} scales")
+    if bias is not None and bias.dtype != torch.bfloat16:
+        raise Refused(f"{where} has a {bias.dtype} bias")
     if weight.shape[0] % 128 or weight.shape[1] % 128 or not weight.is_contiguous() or not scale.is_contiguous():
         raise Refused(f"{where} is {tuple(weight.shape)}, not whole blocks")
-    addresses = weight.data_ptr(), scale.data_ptr(), bias.data_ptr()
+    addresses = weight.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr()
     if addresses[0] % 16 or addresses[2] % 16:
         raise Refused(f"{where} is not 16-byte aligned")
     return Linear(children, name, module, weight, scale, bias, addresses)
