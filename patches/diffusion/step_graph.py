@@ -174,6 +174,11 @@ class StepGraphs:
         self._step: ContextVar[object | None] = ContextVar("step", default=None)
         self._linears: ContextVar[_LinearMode | None] = ContextVar("linears", default=None)
 
+    @property
+    def alive(self) -> int:
+        """How many captured passes there are."""
+        return len(self._store)
+
     def wrap_step(self, run_denoising_step: Callable[..., Any]) -> Callable[..., Any]:
         """Within a step its passes share the modulation; after it, no table is valid."""
 
