@@ -101,6 +101,7 @@ def guided_runs(denoiser: nn.Module) -> dict[str, Any]:
     replayed = hosts["fast+graph"][len(hosts["fast+graph"]) * 2 // 3 :]  # the third run: every graph is there
     assert graph.plan is not None
     record = graph.plan.records["step_graph"]
+    graphs: Any = graph.plan.kept(step_graph.__name__, dict)
     return {
         "steps": STEPS,
         "runs": [{key: list(v) if isinstance(v, tuple) else v for key, v in size.items()} for size in RUNS],
@@ -112,7 +113,7 @@ def guided_runs(denoiser: nn.Module) -> dict[str, Any]:
             "fast+graph_mean": round(statistics.fmean(replayed), 3),
         },
         "memory": memory,
-        "graphs_alive": graph.plan.kept(step_graph.__name__, dict).alive,
+        "graphs_alive": graphs.alive,
         "hits": record.hits,
         "fallbacks": dict(record.fallbacks),
     }
