@@ -4,35 +4,17 @@
 // the variant, and the raw stream: one argument instead of forty keeps a launch at a few microseconds on the host.
 
 #include <algorithm>
-#include <cstring>
-
-#include <cuda_runtime.h>
-#include <tvm/ffi/tvm_ffi.h>
 
 #include "act_quant.cuh"
 #include "gated_residual.cuh"
 #include "layer_norm_quant.cuh"
+#include "launching.cuh"
 #include "norm_quant.cuh"
 #include "qk_norm_rope.cuh"
 #include "qkv_epilogue.cuh"
 #include "swiglu_quant.cuh"
 
 namespace fastpath {
-
-template <typename Params>
-Params unpack(const tvm::ffi::Bytes& bytes) {
-  TVM_FFI_CHECK(bytes.size() == sizeof(Params), ValueError)
-      << "kernel parameters of " << bytes.size() << " bytes, expected " << sizeof(Params);
-  Params params;
-  std::memcpy(&params, bytes.data(), sizeof(Params));
-  return params;
-}
-
-void check(cudaError_t error, const char* kernel) {
-  TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << kernel << ": " << cudaGetErrorString(error);
-}
-
-void check_launch(const char* kernel) { check(cudaGetLastError(), kernel); }
 
 template <typename Params>
 void launch(void (*kernel)(Params), int blocks, int threads, int shared, int64_t stream, const Params& params) {
@@ -44,8 +26,6 @@ template <typename Params>
 void allow_table(void (*kernel)(Params), const char* name) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTableBytes), name);
 }
-
-constexpr int ceil_div(int total, int part) { return (total + part - 1) / part; }
 
 void norm_quant(tvm::ffi::Bytes bytes, bool gated, bool bias, bool zero_added, int64_t stream) {
   const auto params = unpack<NormParams>(bytes);

@@ -1,4 +1,5 @@
-"""Builds, loads and calls fused_kernels.cu: the CUDA side of every fused kernel in this folder.
+"""Builds, loads and calls fused_kernels.cu: the CUDA side of the denoisers' fused kernels, and what llm_kernels.py
+shares.
 
 One shared object for all of them: 20 seconds of nvcc once per machine, kept where SGLang's own JIT keeps its own
 (`$TVM_FFI_CACHE_DIR`, by default ~/.cache/tvm-ffi) in a folder that names the sources' hash, so that an upgrade never
@@ -12,7 +13,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from struct import Struct
@@ -43,6 +44,7 @@ QK = Struct("<2Q2Q2Q2q3if")
 
 _SOURCES = (
     "fused_kernels.cu",
+    "launching.cuh",
     "fp8_quantize.cuh",
     "activation.cuh",
     "norm_quant.cuh",
@@ -92,13 +94,25 @@ def load() -> Any:
 
     Raises RuntimeError if nvcc is missing or fails; the message carries its output.
     """
+    module = build_module("fused_kernels", _SOURCES)
+    sizes = tuple(module.struct_sizes())
+    if sizes != (expected := tuple(layout.size for layout in (NORM, QKV, ACT, GATED, SWIGLU, LAYER_NORM, QK))):
+        raise RuntimeError(f"fused_kernels.cu packs its parameters in {sizes} bytes, fused_kernels.py in {expected}")
+    return module
+
+
+def build_module(name: str, sources: Sequence[str]) -> Any:
+    """Builds `name`.cu, unless it lies built on this machine, and loads it.
+
+    sources: it and the headers that it includes, in `source_folder()`. Raises RuntimeError as `load` does.
+    """
     import tvm_ffi
     from tvm_ffi.cpp import build
 
     major, minor = torch.cuda.get_device_capability()
     digest = hashlib.sha256(repr((_FLAGS, tvm_ffi.__version__, torch.version.cuda)).encode())
-    for name in _SOURCES:
-        digest.update((source_folder() / name).read_bytes())
+    for source in sources:
+        digest.update((source_folder() / source).read_bytes())
     cache = Path(os.environ.get("TVM_FFI_CACHE_DIR") or "~/.cache/tvm-ffi").expanduser()
     folder = cache / f"sglang_fastpath_{digest.hexdigest()[:16]}_sm{major}{minor}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,16 +123,12 @@ def load() -> Any:
     # interrupted one; if everything is up to date it does nothing.
     with _building, _environment(settings):
         library = build(
-            "fused_kernels",
-            cuda_files=[str(source_folder() / "fused_kernels.cu")],
+            name,
+            cuda_files=[str(source_folder() / f"{name}.cu")],
             extra_cuda_cflags=_FLAGS,
             build_directory=str(folder),
         )
-    module = tvm_ffi.load_module(library)
-    sizes = tuple(module.struct_sizes())
-    if sizes != (expected := tuple(layout.size for layout in (NORM, QKV, ACT, GATED, SWIGLU, LAYER_NORM, QK))):
-        raise RuntimeError(f"fused_kernels.cu packs its parameters in {sizes} bytes, fused_kernels.py in {expected}")
-    return module
+    return tvm_ffi.load_module(library)
 
 
 @contextmanager

@@ -161,8 +161,9 @@ def test_the_four_ways_to_import(installation: Installation, inside_checkout: bo
 
 def test_the_cuda_sources_lie_where_the_build_looks_for_them(installation: Installation, tmp_path: Path) -> None:
     program = (
-        "import json; from sglang_fastpath.kernels import fused_kernels; folder = fused_kernels.source_folder(); "
-        "print(json.dumps([[name, (folder / name).is_file()] for name in fused_kernels._SOURCES]))"
+        "import json; from sglang_fastpath.kernels import fused_kernels, llm_kernels; "
+        "folder, names = fused_kernels.source_folder(), {*fused_kernels._SOURCES, *llm_kernels._SOURCES}; "
+        "print(json.dumps([[name, (folder / name).is_file()] for name in names]))"
     )
     found = installation.run(program, cwd=tmp_path)
     assert {(f"sglang_fastpath/kernels/{name}", there) for name, there in found} == {(name, True) for name in CUDA}

@@ -1,21 +1,25 @@
 """The fused kernels without a GPU: they compile for every architecture, their parameters are laid out as Python packs
 them, and the launchers give on a CPU the bytes of the SGLang modules that they replace."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from struct import Struct, calcsize
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_build import (
+    ARCHITECTURES,
+    Compiled,
+    check_layouts,
+    compile_for_all,
+    hopper_ptx,
+    load_in_a_new_process,
+    name_of,
+)
 from sglang_fastpath.kernels import act_quant, fused_kernels, gated_residual, norm_quant, qkv_epilogue
 from sglang_fastpath.kernels.act_quant import ActInput
 from sglang_fastpath.kernels.block_fp8_linear import quantize_per_token_group
@@ -39,10 +43,8 @@ from stock_chains import (
 )
 from torch import Tensor
 
-from sglang_fastpath import environment
 from sglang_fastpath.denoisers import start_runtime
 
-ARCHITECTURES = ("sm_90", "sm_100", "sm_103", "sm_120")
 VARIANTS = {
     "norm_quant": 5,
     "qkv_epilogue": 2,
@@ -63,57 +65,8 @@ def runtime() -> None:
 
 
 @pytest.fixture(scope="module")
-def nvcc() -> str:
-    path = environment.detect().nvcc
-    if path is None:
-        pytest.fail("no nvcc: install the CUDA toolkit or set CUDA_HOME; without it no kernel here is tested")
-    return path
-
-
-def compile_source(nvcc: str, source: Path, output: Path, *flags: str) -> str:
-    """What nvcc says while it compiles with the flags of the real build."""
-    import tvm_ffi.libinfo
-
-    includes = (tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path())
-    command = [nvcc, *fused_kernels._FLAGS, *flags, *(f"-I{folder}" for folder in includes), str(source)]
-    done = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
-class Compiled(NamedTuple):
-    """One kernel for one architecture, as ptxas reports it."""
-
-    kernel: str
-    architecture: str
-    stack_bytes: int
-    spilled_bytes: int
-
-
-@pytest.fixture(scope="module")
 def compiled(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
-    targets = [f"-gencode=arch={sm.replace('sm', 'compute')},code={sm}" for sm in ARCHITECTURES]
-    report = compile_source(
-        nvcc,
-        fused_kernels.source_folder() / "fused_kernels.cu",
-        tmp_path_factory.mktemp("fatbin") / "fused_kernels.fatbin",
-        "-fatbin",
-        "-Xptxas=-v",
-        *targets,
-    )
-    entry = r"Compiling entry function '(\S+)' for '(sm_\d+)'"
-    usage = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    return [
-        Compiled(name_of(symbol), architecture, int(stack), int(stores) + int(loads))
-        for symbol, architecture, stack, stores, loads in re.findall(f"{entry}.*?{usage}", report, re.DOTALL)
-    ]
-
-
-def name_of(symbol: str) -> str:
-    """norm_quant for the mangled name of norm_quant_kernel<...>, or of a kernel without variants."""
-    found = re.match(r"_ZN8fastpath\d+(\w+?)_kernel[IE]", symbol)
-    assert found, symbol
-    return found[1]
+    return compile_for_all(nvcc, "fused_kernels", tmp_path_factory.mktemp("fatbin"))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -126,11 +79,7 @@ def test_every_variant_compiles_and_stays_in_registers(compiled: list[Compiled],
 
 @pytest.fixture(scope="module")
 def ptx(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Symbol -> PTX of each kernel for Hopper."""
-    output = tmp_path_factory.mktemp("ptx") / "fused_kernels.ptx"
-    compile_source(nvcc, fused_kernels.source_folder() / "fused_kernels.cu", output, "-ptx", "-arch=compute_90")
-    bodies = re.split(r"^\.visible \.entry (\w+)\(", output.read_text(), flags=re.MULTILINE)[1:]
-    return dict(zip(bodies[::2], bodies[1::2], strict=True))
+    return hopper_ptx(nvcc, "fused_kernels", tmp_path_factory.mktemp("ptx"))
 
 
 def test_the_compiler_is_free_to_contract_nothing(ptx: dict[str, str]) -> None:
@@ -209,83 +158,11 @@ LAYOUTS = {
     ),
 }
 
-KIND_OF = """
-#include <cstddef>
-#include <type_traits>
-#include <utility>
-#include "act_quant.cuh"
-#include "gated_residual.cuh"
-#include "layer_norm_quant.cuh"
-#include "norm_quant.cuh"
-#include "qk_norm_rope.cuh"
-#include "qkv_epilogue.cuh"
-#include "swiglu_quant.cuh"
-
-template <typename T>
-constexpr char kind_of() {
-  if (std::is_pointer_v<T>) return 'Q';
-  if (std::is_same_v<T, float>) return 'f';
-  if (std::is_same_v<T, int>) return 'i';
-  if (std::is_same_v<T, int64_t>) return 'q';
-  return 's';
-}
-#define CHECK(Type, field, kind, offset) \\
-  static_assert(offsetof(fastpath::Type, field) == offset, #Type "." #field " is not at " #offset); \\
-  static_assert( \\
-      kind_of<std::remove_reference_t<decltype((std::declval<fastpath::Type&>().field))>>() == kind, \\
-      #Type "." #field " is not packed by " #kind)
-"""
-
-
-def packed_fields(layout: Struct) -> Iterator[tuple[str, int]]:
-    """(format character, offset) of each field of a little-endian format without implicit padding."""
-    offset = 0
-    for count, kind in re.findall(r"(\d*)([a-zA-Z])", layout.format):
-        repeat = int(count or 1)
-        for size in [repeat] if kind in "sx" else [calcsize(f"<{kind}")] * repeat:
-            if kind != "x":
-                yield kind, offset
-            offset += size
-    assert offset == layout.size
-
 
 def test_structs_are_laid_out_as_python_packs_them(nvcc: str, tmp_path: Path) -> None:
-    checks = []
-    for name, (layout, fields) in LAYOUTS.items():
-        checks.append(f'static_assert(sizeof(fastpath::{name}) == {layout.size}, "size of {name}");')
-        for field, (kind, offset) in zip(fields.split(), packed_fields(layout), strict=True):
-            checks.append(f"CHECK({name}, {field}, '{kind}', {offset});")
-    source = tmp_path / "layout.cu"
-    source.write_text(KIND_OF + "\n".join(checks))
-    compile_source(
-        nvcc,
-        source,
-        tmp_path / "layout.o",
-        "-c",
-        "-arch=sm_90",
-        f"-I{fused_kernels.source_folder()}",
-        "-diag-suppress=1427",
-    )
+    check_layouts(nvcc, fused_kernels._SOURCES, LAYOUTS, tmp_path)
 
 
-# Loads the module as on a Hopper GPU; its functions look at their parameters before they look for a GPU.
-LOAD = """
-import json, os, sys, torch
-from sglang_fastpath.kernels import fused_kernels
-
-torch.cuda.get_device_capability = lambda *_: (9, 0)
-environment, refusals, failure = dict(os.environ), {}, None
-try:
-    module = fused_kernels.load()
-    for name, arguments in json.loads(sys.argv[1]).items():
-        try:
-            getattr(module, name)(b"short", *arguments)
-        except ValueError as error:
-            refusals[name] = str(error)
-except RuntimeError as error:
-    failure = str(error)
-print(json.dumps({"refusals": refusals, "failure": failure, "environment kept": environment == os.environ}))
-"""
 PARAMETERS = {
     "norm_quant": fused_kernels.NORM,
     "qkv_epilogue": fused_kernels.QKV,
@@ -306,28 +183,11 @@ ARGUMENTS = {
 }
 
 
-def load_in_a_new_process(cuda_home: Path, cache: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, json.dumps(ARGUMENTS)],
-        env={
-            **os.environ,
-            "CUDA_HOME": str(cuda_home),
-            "TVM_FFI_CACHE_DIR": str(cache),
-            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),  # ninja may be in .venv
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
-
-
 def test_the_module_is_built_once_and_refuses_parameters_of_another_size(nvcc: str, tmp_path: Path) -> None:
     """`load` itself compares the sizes of the structs."""
     built = []
     for _ in range(2):
-        said = load_in_a_new_process(Path(nvcc).parent.parent, tmp_path)
+        said = load_in_a_new_process("fused_kernels", ARGUMENTS, Path(nvcc).parent.parent, tmp_path)
         assert said["failure"] is None
         assert said["environment kept"]
         for name, layout in PARAMETERS.items():
@@ -338,7 +198,7 @@ def test_the_module_is_built_once_and_refuses_parameters_of_another_size(nvcc: s
 
 
 def test_a_compiler_that_is_missing_raises_runtime_error(tmp_path: Path) -> None:
-    said = load_in_a_new_process(tmp_path, tmp_path)
+    said = load_in_a_new_process("fused_kernels", ARGUMENTS, tmp_path, tmp_path)
     assert f"{tmp_path}/bin/nvcc" in said["failure"]
     assert said["environment kept"]
 
