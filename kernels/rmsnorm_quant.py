@@ -18,7 +18,7 @@ T threads, 32 up to a width of 3072, 64 up to 6144, 128 above:
   `rsqrt.approx.ftz`;
 - adding a weight bias of 0 turns a weight of -0 into +0.
 
-Read from the PTX and SASS that FlashInfer compiles for sm_90a at widths 2048, 3584, 4096 and 5120. The kernel here
+Read from the PTX that FlashInfer compiles for sm_90a, at twelve widths from 512 to 8192. The kernel here
 has a thread for each vector, which is faster where there are few rows; only the sums of squares, passed through
 shared memory, are made by T threads in stock's order. A width that leaves some of stock's threads with a vector less
 is refused.
