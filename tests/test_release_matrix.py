@@ -28,13 +28,14 @@ BLOCK = tuple(
     feature.id for feature in CATALOGUE if feature.port_of("sglang_fastpath.patches.diffusion.qwen_image_block")
 )
 EMULATED_GPU = ["off", "SGLANG_FASTPATH_EMULATE=1 emulates arithmetic, not a GPU"]
+NEEDS_A_GPU = dict.fromkeys(("gemm_tuner", "step_graph"), EMULATED_GPU)
 # With the FP8 linear emulated.
 STATES = {
-    "0.5.11": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
-    "0.5.17": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
-    "0.5.19": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
-    "0.5.21": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
-    "0.5.23": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
+    "0.5.11": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE), **NEEDS_A_GPU},
+    "0.5.17": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE), **NEEDS_A_GPU},
+    "0.5.19": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), **NEEDS_A_GPU},
+    "0.5.21": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), **NEEDS_A_GPU},
+    "0.5.23": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), **NEEDS_A_GPU},
 }
 # What must serve every block of the denoiser in block FP8. 0.5.11 leaves its QKV and MLP linears in bf16; from 0.5.21
 # on a CPU stock rotates q and k by complex tables, which only GPUs spare it.
@@ -212,7 +213,7 @@ def test_nothing_else_of_sglang_changes_and_all_of_it_comes_back(
 
 def test_without_gpu_and_emulation_the_fused_block_is_unsupported(probed: Callable[[str], Report]) -> None:
     report = probed(NOT_EMULATED_0_5_17)
-    states = {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, NO_GPU), "step_graph": NO_GPU}
+    states = {"cfg_mod_cache": ACTIVE, **dict.fromkeys((*BLOCK, *NEEDS_A_GPU), NO_GPU)}
     assert report["states"] == report["worker"]["states"] == states
     assert set(report["changed"]) == active_sites(states) | SEAMS_UNTIL_0_5_20
     assert report["plugged"] == report["stock"]
