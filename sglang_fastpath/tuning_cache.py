@@ -126,13 +126,11 @@ class TuningCache:
         for _ in range(2):
             try:
                 return self._use(use, otherwise, write=write)
-            except (
-                OSError,
-                sqlite3.OperationalError,
-            ) as error:  # busy, read-only, no space: the file itself is sound
-                failure = error
+            except (OSError, sqlite3.OperationalError) as error:
+                failure = error  # busy, read-only, no space: the file itself is sound
                 break
-            except (_Damaged, sqlite3.DatabaseError) as error:
+            except (_Damaged, sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                # The last is what Python makes of damaged text, in a row or in SQLite's own message.
                 failure = error
                 self._set_aside(error)
         if not self._complained:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from gemm_contest import H200
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sglang_fastpath.gemm_problem import Problem
@@ -230,6 +230,7 @@ def test_an_empty_file_is_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.floats(0, 1), byte=st.integers(1, 255))
+@example(at=0.25, byte=128)  # makes text that is not UTF-8
 def test_no_flipped_byte_makes_another_decision(at: float, byte: int, tmp_path_factory) -> None:
     folder = tmp_path_factory.mktemp("flipped")
     cache = filled(folder, 12)

@@ -431,7 +431,7 @@ def _residual_gate_add(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
 
 
 def _stock_fuses_qk(call: SingleCall, q: Tensor, k: Tensor) -> bool:
-    """Whether stock norms and rotates these strided q and k in one kernel (from 0.5.21: 24 heads, as klein-4b has)."""
+    """Whether stock takes these strided q and k in one kernel (from 0.5.21: 24 heads, as klein-4b has)."""
     can_use = getattr(flux_2(), "can_use_flux2_strided_qknorm_rope", None)
     return can_use is not None and can_use(q, k, *call.layout.qk_norm, call.rotary.stock_table())
 
