@@ -63,6 +63,10 @@ class Row(NamedTuple):
         return Decision.from_json(Problem.parse(self.problem), json.loads(self.document))
 
 
+# The last is what Python makes of damaged text, in a row or in SQLite's own message.
+_DAMAGE = (_Damaged, sqlite3.DatabaseError, UnicodeDecodeError)
+
+
 class TuningCache:
     """The decisions in one folder. Each call opens and closes the file, so it may be kept across forks."""
 
@@ -129,8 +133,7 @@ class TuningCache:
             except (OSError, sqlite3.OperationalError) as error:
                 failure = error  # busy, read-only, no space: the file itself is sound
                 break
-            except (_Damaged, sqlite3.DatabaseError, UnicodeDecodeError) as error:
-                # The last is what Python makes of damaged text, in a row or in SQLite's own message.
+            except _DAMAGE as error:
                 failure = error
                 self._set_aside(error)
         if not self._complained:
@@ -161,7 +164,7 @@ class TuningCache:
         aside = self.path.with_suffix(".damaged")
         with suppress(OSError), self._locked():
             # Another process may have met the same file and begun a new one by now.
-            with suppress(_Damaged, sqlite3.DatabaseError):
+            with suppress(*_DAMAGE):
                 self._use(_read_all, None, write=False)
                 return
             self.path.with_name(f"{FILE}-journal").unlink(missing_ok=True)  # it belongs to that file alone
