@@ -200,9 +200,10 @@ class _BlockForward:
             for one, m, gate, residual in zip(x, call.first, gates, residuals, strict=True)
         ]
         self._check(can_norm, *inputs)
-        operands, totals = _layer_norm_quant(inputs, call.following_layout.norm_eps)
+        eps = call.following_layout.norm_eps
+        operands, totals = _layer_norm_quant(inputs, eps)
         outputs = tuple(total.view(residual.shape) for total, residual in zip(totals, residuals, strict=True))
-        self.ahead = Ahead(call.block, call.following, (*outputs, *modulations(call)), None, operands)
+        self.ahead = Ahead(call.block, call.following, (*outputs, *modulations(call)), None, operands, eps)
         return outputs
 
     def _gate(self, x: _Streams, gates: tuple[Tensor, ...], residuals: _Streams) -> _Streams:

@@ -44,6 +44,7 @@ class Ahead(NamedTuple):
     inputs: tuple[Tensor, ...]  # as the next block will see them: streams first, then what its modulation comes from
     modulation: Any  # what the next block's forward needs of it; its own business
     operands: QuantizedPair | tuple[Quantized, ...]
+    eps: float  # of the norm
 
 
 class Call(Protocol):
@@ -172,6 +173,8 @@ class FusedBlocks(ABC):
         used = ahead if ahead and ahead.block is call.block and _all_same(ahead.inputs, self.inputs(call)) else None
         if ahead and not used:
             self._miss(ahead.by)
+        if used and used.eps != call.layout.norm_eps:
+            used = None  # the norm was replaced after the block before had looked at it
         if (
             used
             and isinstance(used.operands, QuantizedPair)

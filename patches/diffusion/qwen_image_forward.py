@@ -248,16 +248,17 @@ class FusedForward:
                 for x, m, gate, residual, bias in zip(down, first, gates, residuals, biases, strict=True)
             ]
             self._check(can_norm, *inputs)
+            eps = call.following_layout.norm_eps
             normed = norm_quant(
                 *inputs,
-                call.following_layout.norm_eps,
+                eps,
                 zero_added=True,
                 grouped_rows=self._group_rows("qkv", call.following_layout),
             )
             text, image = normed.residual_out
             assert text is not None and image is not None
             outputs = text.view(call.text.shape), image.view(call.image.shape)
-            self.ahead = Ahead(call.block, call.following, (*outputs, *call.temb), following, normed.operands)
+            self.ahead = Ahead(call.block, call.following, (*outputs, *call.temb), following, normed.operands, eps)
             return outputs
         if self._bias_fold:
             gated = [
