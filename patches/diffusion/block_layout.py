@@ -68,7 +68,7 @@ class BlockLayout:
     qk_norm_owners: tuple[dict[str, Any], ...] = ()
     merged: dict[str, MergedLinears] = field(default_factory=dict)
     not_merged: str = ""
-    merges: int = 0
+    version: int = 1
     verified: set[tuple[frozenset[str], bool, bool]] = field(default_factory=set)
 
     @classmethod
@@ -85,8 +85,10 @@ class BlockLayout:
         bypassed: list[tuple[dict[str, Any], str, Any]] = []
         for path in (*parts.bypassed, *parts.norms, *parts.qk_norms):
             parent, _, name = path.rpartition(".")
-            children = block.get_submodule(parent)._modules
-            bypassed.append((children, name, block.get_submodule(path)))
+            children, module = block.get_submodule(parent)._modules, block.get_submodule(path)
+            if not type(module).__module__.startswith(("sglang.", "torch.nn.")):
+                raise Refused(f"{path} is a {type(module).__name__}")
+            bypassed.append((children, name, module))
         if why := parts.refuse(block):
             raise Refused(why)
         norms: list[Any] = [block.get_submodule(name) for name in parts.norms]
@@ -110,6 +112,11 @@ class BlockLayout:
             for places, linears in zip(self.parts.linears.values(), self.linears.values(), strict=True)
         )
         return str(linear.module.prefix).removesuffix(".".join(part for part in place if part)).rstrip(".")
+
+    def modules(self) -> list[nn.Module]:
+        """Every module of the block that the fused forward goes around, in a fixed order."""
+        linears = [linear.module for linears in self.linears.values() for linear in linears]
+        return linears + [module for _, _, module in self.bypassed]
 
     def bypassed_otherwise(self) -> str | None:
         """Which bypassed module was replaced, has hooks or a forward of its own, or None."""
@@ -146,7 +153,6 @@ class BlockLayout:
                 raise NotMergeable(why)
             for name in self.parts.merged:
                 self.merged[name] = merge_linears([linear.module for linear in self.linears[name]])
-            self.merges += 1
         except (NotMergeable, torch.OutOfMemoryError) as error:
             self.merged.clear()
             self.not_merged = str(error)

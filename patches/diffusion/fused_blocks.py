@@ -10,7 +10,7 @@ qwen_image_block.py and flux2_blocks.py. What keeps them right is here:
   reason counted. It is checked again at every call, by identity and address.
 - The parity guard compares the block's outputs with stock's own forward, so there is no copy of stock's steps to go
   stale: for each kind of call every feature alone, then all that passed together; and each block once, whatever the
-  call, and again when its weights have been merged anew.
+  call, and again when its weights have been merged anew or one of its modules has been replaced.
 - The next block's norm is computed ahead only after that block has been seen to take this block's outputs, and is
   used only if it is given those very tensors again. A ControlNet residual makes new ones: nothing is computed ahead.
 """
@@ -101,6 +101,7 @@ class FusedBlocks(ABC):
         # Kind of call -> the features that may run it together, the guard's signature, and why others may not.
         self._decided: dict[tuple[Any, ...], tuple[frozenset[str], str, dict[str, str]]] = {}
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._versions: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
         self._last: tuple[Any, ...] | None = None  # weak: the last block and its outputs
         self._following: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self._misses: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -193,15 +194,24 @@ class FusedBlocks(ABC):
 
     def layout(self, block: nn.Module) -> BlockLayout:
         """The block's layout as it is now. Raises Refused."""
-        layout = known = self._layouts.get(block)
+        layout = self._layouts.get(block)
         if layout is None or not layout.unchanged():
             self._layouts.pop(block, None)
             layout = BlockLayout.of(block, self.parts)
-            layout.merges = known.merges if known else 0
             if "scale_prepack" in self._records:
                 layout.merge(block)
+            layout.version = self._version(block, layout)
             self._layouts[block] = layout
         return layout
+
+    def _version(self, block: nn.Module, layout: BlockLayout) -> int:
+        """Counts what makes another block of it, of which earlier verdicts say nothing: merging, other modules."""
+        version, known = self._versions.get(block, (0, []))
+        modules = layout.modules()
+        if layout.merged or [reference() for reference in known] != modules:
+            version += 1
+        self._versions[block] = version, [weakref.ref(module) for module in modules]
+        return version
 
     def _learn(self, call: Call) -> None:
         """Notes that the block was given the last block's outputs."""
@@ -265,13 +275,13 @@ class FusedBlocks(ABC):
         return outputs
 
     def _name(self, call: Call) -> str:
-        """The block's name for the guard: unlike any other block's, and new when its weights were merged anew."""
+        """The block's name for the guard: unlike any other block's, and new with every version of it."""
         name = self._names.get(call.block)
         if name is None:
             own = call.layout.name
             others = sum(other == own or other.startswith(f"{own} of model ") for other in self._names.values())
             name = self._names[call.block] = own + (f" of model {others + 1}" if others else "")
-        return name + (f" (merged {call.layout.merges} times)" if call.layout.merges > 1 else "")
+        return name + (f" (version {call.layout.version})" if call.layout.version > 1 else "")
 
     def _decide(
         self, call: Call, stock: Callable[[], tuple[Tensor, ...]]
