@@ -29,9 +29,10 @@ class BlockParts:
     """What a class of blocks consists of, by path.
 
     `linears`: by what they are for; `merged` names those that run as one GEMM. `bypassed`: other modules that the
-    fused forward goes around; a hook on one of them would not run. `norms`: layer norms without weights. `qk_norms`:
-    RMSNorms, in the order in which the fused forward takes their weights. `biased`: every linear has a bias, or none.
-    `refuse`: why a block of the class is not for us all the same, or None.
+    fused forward goes around; a hook on one of them would not run. `bypassed_if_there`: those that not every release
+    has. `norms`: layer norms without weights. `qk_norms`: RMSNorms, in the order in which the fused forward takes
+    their weights. `biased`: every linear has a bias, or none. `refuse`: why a block of the class is not for us all
+    the same, or None.
     """
 
     linears: dict[str, tuple[Place, ...]]
@@ -41,6 +42,7 @@ class BlockParts:
     qk_norms: tuple[str, ...]
     biased: bool
     refuse: Callable[[Any], str | None]
+    bypassed_if_there: tuple[str, ...] = ()
 
 
 class Linear(NamedTuple):
@@ -83,7 +85,8 @@ class BlockLayout:
     def _of(cls, block: nn.Module, parts: BlockParts) -> "BlockLayout":
         linears = _look_at_linears(block, parts)
         bypassed: list[tuple[dict[str, Any], str, Any]] = []
-        for path in (*parts.bypassed, *parts.norms, *parts.qk_norms):
+        there = [path for path in parts.bypassed_if_there if _has(block, path)]
+        for path in (*parts.bypassed, *there, *parts.norms, *parts.qk_norms):
             parent, _, name = path.rpartition(".")
             children, module = block.get_submodule(parent)._modules, block.get_submodule(path)
             if not type(module).__module__.startswith(("sglang.", "torch.nn.")):
@@ -157,6 +160,11 @@ class BlockLayout:
             self.merged.clear()
             self.not_merged = str(error)
         self.linears = _look_at_linears(block, self.parts)
+
+
+def _has(block: nn.Module, path: str) -> bool:
+    parent, _, name = path.rpartition(".")
+    return name in block.get_submodule(parent)._modules
 
 
 def _is_altered(module: Any) -> bool:

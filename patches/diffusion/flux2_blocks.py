@@ -77,6 +77,7 @@ DOUBLE = BlockParts(
     qk_norms=("attn.norm_added_q", "attn.norm_added_k", "attn.norm_q", "attn.norm_k"),
     biased=False,
     refuse=_refuse_double,
+    bypassed_if_there=("ff.act_fn.gate_fn", "ff_context.act_fn.gate_fn"),  # until 0.5.17
 )
 SINGLE = BlockParts(
     linears={"in": (("attn", "to_qkv_mlp_proj"),), "out": (("attn", "to_out"),)},
@@ -86,6 +87,7 @@ SINGLE = BlockParts(
     qk_norms=("attn.norm_q", "attn.norm_k"),
     biased=False,
     refuse=_refuse_single,
+    bypassed_if_there=("attn.mlp_act_fn.gate_fn",),
 )
 
 
