@@ -252,7 +252,7 @@ class FusedBlocks(ABC):
             return stock()
         feature, form = min(features), (features, *steps)
         if form not in call.layout.verified:
-            block_signature = f"{self._name(call)}: {_describe(*form)}"
+            block_signature = f"{self.model} {self._name(call)}: {_describe(*form)}"
             if self._plan.guard.verdict(feature, block_signature) is Verdict.ADMITTED:
                 call.layout.verified.add(form)
             else:
@@ -287,7 +287,7 @@ class FusedBlocks(ABC):
         self, call: Call, stock: Callable[[], tuple[Tensor, ...]]
     ) -> tuple[frozenset[str], str, dict[str, str]]:
         """Which features can run this kind of call: each is tried alone before they run together."""
-        guard, what = self._plan.guard, str(call)
+        guard, what = self._plan.guard, f"{self.model}, {call}"
         alone = call._replace(ahead=None, following=None, following_layout=None)
         admitted, refused = [], {}
         for id in self._records:
