@@ -294,7 +294,7 @@ class DoubleForward(_BlockForward):
         attn, parts = call.block.attn, []
         norms = (attn.norm_added_q, attn.norm_added_k), (attn.norm_q, attn.norm_k)
         for projected, (q_norm, k_norm), start in zip(streams, norms, (0, text_tokens), strict=True):
-            q, k, v = (part.contiguous().view(*part.shape[:2], -1, HEAD) for part in projected)
+            q, k, v = (part.contiguous().view(*part.shape[:2], part.shape[2] // HEAD, HEAD) for part in projected)
             q, k = apply_qk_norm_with_optional_rope(
                 q=q,
                 k=k,
@@ -356,7 +356,7 @@ class SingleForward(_BlockForward):
         shape = call.image.shape[:2]
         merged = project(call.layout.linears["in"][0], operand, shape)
         width = attn.local_inner_dim
-        q, k, v = (part.view(*shape, -1, HEAD) for part in merged[..., : 3 * width].chunk(3, dim=-1))
+        q, k, v = (part.view(*shape, width // HEAD, HEAD) for part in merged[..., : 3 * width].chunk(3, dim=-1))
         attended = self._attend(*self._normed_and_rotated(q, k), v)
         out: Quantized | Tensor
         if self._act_quant:

@@ -357,7 +357,10 @@ def _stock_qkv_epilogue(
     for stream, q_norm, k_norm, table in zip(
         streams, (attn.norm_added_q, attn.norm_q), (attn.norm_added_k, attn.norm_k), tables, strict=True
     ):
-        q, k, v = (part.contiguous().view(*part.shape[:2], -1, attn.head_dim) for part in stream.projected)
+        q, k, v = (
+            part.contiguous().view(*part.shape[:2], part.shape[2] // attn.head_dim, attn.head_dim)
+            for part in stream.projected
+        )
         q, k = apply_qk_norm_with_optional_rope(
             q=q,
             k=k,
