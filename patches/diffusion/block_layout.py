@@ -67,7 +67,7 @@ class BlockLayout:
     norm_eps: float
     qk_eps: float
     qk_norm: tuple[Tensor, ...]
-    qk_norm_owners: tuple[dict[str, Any], ...] = ()
+    qk_norm_places: tuple[tuple[dict[str, Any], int], ...] = ()  # where each weight hangs, and where it lay
     merged: dict[str, MergedLinears] = field(default_factory=dict)
     not_merged: str = ""
     version: int = 1
@@ -101,8 +101,13 @@ class BlockLayout:
         if len({norm.eps for norm in norms}) != 1 or len({norm.variance_epsilon for norm in qk}) != 1:
             raise Refused("the norms' epsilons differ")
         weights = tuple(norm.weight for norm in qk)
+        for weight in weights:
+            if weight.dtype != torch.bfloat16:
+                raise Refused(f"a QK norm has a {weight.dtype} weight")
+            if not weight.is_contiguous() or weight.data_ptr() % 16:
+                raise Refused("the weight of a QK norm is not 16-byte aligned")
         layout = cls(parts, linears, tuple(bypassed), norms[0].eps, qk[0].variance_epsilon, weights)
-        layout.qk_norm_owners = tuple(norm._parameters for norm in qk)
+        layout.qk_norm_places = tuple((norm._parameters, norm.weight.data_ptr()) for norm in qk)
         if bypassed_otherwise := layout.bypassed_otherwise():
             raise Refused(bypassed_otherwise)
         return layout
@@ -144,8 +149,8 @@ class BlockLayout:
                     or (bias is not None and bias.data_ptr() != bias_at)
                 ):
                     return False
-        for owner, norm_weight in zip(self.qk_norm_owners, self.qk_norm, strict=True):
-            if owner["weight"] is not norm_weight:
+        for (owner, address), norm_weight in zip(self.qk_norm_places, self.qk_norm, strict=True):
+            if owner["weight"] is not norm_weight or norm_weight.data_ptr() != address:
                 return False
         return self.bypassed_otherwise() is None
 
