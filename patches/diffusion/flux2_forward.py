@@ -123,12 +123,11 @@ class SingleCall(NamedTuple):
 
 
 def _kind(call: DoubleCall | SingleCall) -> tuple[Any, ...]:
-    strides = (vector.stride() for modulation in call.first for vector in modulation)
     return (
         call.image.shape,
         call.image.data_ptr() % 16,
         call.image.device,
-        *strides,
+        *((v.shape, v.stride(), v.dtype, v.data_ptr() % 16) for v in modulations(call)),
         *call.rotary.kind(),
         call.attention.get("attn_mask") is not None,
     )
