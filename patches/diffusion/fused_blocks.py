@@ -141,6 +141,8 @@ class FusedBlocks(ABC):
                 call = self._with_neighbours(self._call(block, args, kwargs), ahead)
             except Refused as refusal:
                 self._count(self._records, str(refusal))
+                if ahead and block in self._layouts:  # else it is known as none to compute ahead for
+                    self._miss(ahead.by, "was left to stock")
                 return forward(block, *args, **kwargs)
             outputs = self._run(call, lambda: self.stock_outputs(forward(block, **kwargs)))
             self._last = weakref.ref(block), *map(weakref.ref, outputs)
@@ -173,7 +175,7 @@ class FusedBlocks(ABC):
         self._learn(call)
         used = ahead if ahead and ahead.block is call.block and _all_same(ahead.inputs, self.inputs(call)) else None
         if ahead and not used:
-            self._miss(ahead.by)
+            self._miss(ahead.by, "was given other tensors")
         if used and used.eps != call.layout.norm_eps:
             used = None  # the norm was replaced after the block before had looked at it
         if (
@@ -222,11 +224,11 @@ class FusedBlocks(ABC):
         if last is not None and last is not call.block and _all_same(tuple(outputs), call.streams):
             self._following[last] = weakref.ref(call.block)
 
-    def _miss(self, by: nn.Module) -> None:
-        """What `by` computed ahead was for other tensors than came next, or for another block."""
+    def _miss(self, by: nn.Module, why: str) -> None:
+        """What `by` computed ahead was for other tensors than came next, or for another block, or for stock."""
         self._following.pop(by, None)
         self._misses[by] = self._misses.get(by, 0) + 1
-        self._count((self.ahead_by,), "the next block was given other tensors: its norm was computed in vain")
+        self._count((self.ahead_by,), f"the next block {why}: its norm was computed in vain")
 
     def _next(self, block: nn.Module) -> tuple[Any, BlockLayout | None]:
         reference = self._following.get(block)
