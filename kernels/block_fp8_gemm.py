@@ -14,6 +14,7 @@ from torch import Tensor
 
 GROUP_ROWS = 128
 """Rows that a group of `grouped_gemm` starts at a multiple of: DeepGEMM's tile of M in its contiguous layout."""
+_LEAST_STEP = 1 << 15
 
 
 def gemm(operand: Quantized, weight: Tensor, scale: Tensor) -> Tensor:
@@ -60,8 +61,19 @@ def grouped_gemm(pair: QuantizedPair, weight: Tensor, scale: Tensor) -> tuple[Te
 
 @functools.lru_cache(maxsize=64)
 def _groups(image_offset: int, rows: int, device: torch.device) -> Tensor:
-    """Which weight each row of a joint operand belongs to: int32 [rows], 0 up to the offset, then 1."""
+    """Which weight each row of a joint operand belongs to: int32 [rows], 0 up to the offset, then 1.
+
+    A window of `_step`: captured graphs read it at its address, so its memory must outlive this cache. And where it
+    was forgotten, a capture takes it again without a launch.
+    """
+    size = max(_LEAST_STEP, 1 << (rows - 1).bit_length())
+    return _step(size, device)[size - image_offset : size - image_offset + rows]
+
+
+@functools.cache
+def _step(size: int, device: torch.device) -> Tensor:
+    """As many zeros as ones after them, int32 [2 size]: never freed, as few as there are powers of two."""
     with torch.inference_mode(False):
-        groups = torch.zeros(rows, dtype=torch.int32, device=device)
-        groups[image_offset:] = 1
-        return groups
+        step = torch.zeros(2 * size, dtype=torch.int32, device=device)
+        step[size:] = 1
+        return step

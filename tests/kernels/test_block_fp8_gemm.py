@@ -120,7 +120,9 @@ def test_operands_that_do_not_fit_the_weight_are_refused() -> None:
         grouped_gemm(pair, weight, scale)
 
 
-@pytest.mark.parametrize(("offset", "rows"), [(0, 5), (128, 128), (128, 135), (256, 1000)])
+@pytest.mark.parametrize(
+    ("offset", "rows"), [(0, 1), (0, 5), (128, 128), (128, 135), (256, 1000), (256, 32768), (512, 32769), (0, 70000)]
+)
 def test_rows_are_assigned_to_the_weight_of_their_stream(offset: int, rows: int) -> None:
     """DeepGEMM's layout: an int32 for each row, padding included. Kept between passes, so no inference tensor."""
     with torch.inference_mode():
@@ -130,3 +132,14 @@ def test_rows_are_assigned_to_the_weight_of_their_stream(offset: int, rows: int)
     assert groups.dtype == torch.int32
     assert not groups.is_inference()
     assert groups.tolist() == [0] * offset + [1] * (rows - offset)
+
+
+def test_rows_are_assigned_at_addresses_that_stay() -> None:
+    """Captured graphs read them long after more other sizes have come than anybody remembers."""
+    with torch.inference_mode():
+        first = block_fp8_gemm._groups(128, 1000, torch.device("cpu"))
+        for rows in range(1001, 1200):
+            block_fp8_gemm._groups(128, rows, torch.device("cpu"))
+        again = block_fp8_gemm._groups(128, 1000, torch.device("cpu"))
+    assert again is not first, "forgotten by now"
+    assert again.data_ptr() == first.data_ptr()
