@@ -1,6 +1,7 @@
 """The captured passes of a process: found by signature, the least recently used dropped, their memory bounded."""
 
 import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -58,6 +59,7 @@ class GraphStore:
         self._most = entries
         self._ceiling = pool_bytes
         self._captured: OrderedDict[Hashable, tuple[CapturedPass, int]] = OrderedDict()
+        self._alive: weakref.WeakSet[CapturedPass] = weakref.WeakSet()
         self.captures = 0
 
     def __len__(self) -> int:
@@ -83,6 +85,7 @@ class GraphStore:
             self._evict()
         before = self._recorder.pool_bytes()
         captured = CapturedPass(self._recorder, call, work, keep)
+        self._alive.add(captured)
         self.captures += 1
         held = self._recorder.pool_bytes()
         if held > self._ceiling:
@@ -108,7 +111,8 @@ class GraphStore:
     def clear(self) -> None:
         """Drops all passes and gives the pool's memory back."""
         self._captured.clear()
-        gc.collect()  # a cycle that holds a graph would hold the pool
+        if self._alive:  # a cycle that holds a graph would hold the pool; to look for one takes long
+            gc.collect()
         self._recorder.empty_pool()
 
     def _evict(self) -> None:

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,15 +16,6 @@ from sglang_fastpath.patches.diffusion.graph_store import CapturedPass, GraphSto
 from stock_chains import assert_same_bytes
 
 UNBOUNDED = 1 << 60
-
-
-@pytest.fixture(scope="module", autouse=True)
-def collected() -> Iterator[None]:
-    """Stores collect garbage: not among everything that was imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class PoolRecorder(RerunRecorder):
@@ -189,26 +180,41 @@ def test_dropping_nothing_gives_nothing_back() -> None:
     assert recorder.emptied == 1
 
 
-def test_a_dropped_pass_in_a_cycle_is_freed_before_the_pool() -> None:
+@pytest.mark.parametrize("evicted", [False, True], ids=["dropped with the others", "evicted before"])
+@pytest.mark.parametrize("cycle", [False, True], ids=["free", "in a cycle"])
+def test_the_pool_is_emptied_without_graphs_and_garbage_collected_for_a_cycle_alone(
+    cycle: bool, evicted: bool
+) -> None:
     """A pool can only be given back without its graphs, and a traceback or a closure may hold one in a cycle."""
-    alive_when_emptied = []
+    alive_when_emptied, collected = [], []
 
     class Watching(PoolRecorder):
         def empty_pool(self) -> None:
             alive_when_emptied.append(len(self.alive))
             super().empty_pool()
 
+    def note(phase: str, info: dict[str, int]) -> None:
+        collected.append(info["generation"])
+
     recorder = Watching()
+    recorder.needs = 100
     store = GraphStore(recorder, entries=2, pool_bytes=UNBOUNDED)
+    capture(store, "grows the pool")
     captured: Any = capture(store, "a")
-    captured.itself = captured
+    if cycle:
+        captured.itself = captured
     del captured
     gc.disable()
+    gc.callbacks.append(note)
     try:
+        if evicted:
+            store.drop(lambda key: key == "a")
         store.clear()
     finally:
+        gc.callbacks.remove(note)
         gc.enable()
     assert alive_when_emptied == [0]
+    assert bool(collected) == cycle, "collecting takes a third of a second beside all of SGLang's objects"
 
 
 def test_nested_results_keep_their_structure_and_their_identities() -> None:
