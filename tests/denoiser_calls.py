@@ -10,19 +10,24 @@ from torch import Tensor, nn
 from sglang_fastpath.denoisers import denoiser_inputs
 
 
-def call(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """One forward pass with SGLang's forward context, in whatever autograd mode the caller is."""
+def call(model: nn.Module, inputs: dict[str, Any], *args: Any, metadata: Any = None, batch: Any = None) -> Any:
+    """One forward pass in SGLang's forward context, in whatever autograd mode the caller is."""
     from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
 
-    with set_forward_context(current_timestep=0, attn_metadata=None):
-        output: Tensor = model(**inputs)
-    return output
+    with set_forward_context(current_timestep=0, attn_metadata=metadata, forward_batch=batch):
+        return model(*args, **inputs)
+
+
+def infer(model: nn.Module, inputs: dict[str, Any], **context: Any) -> Any:
+    """One inference pass; `context` as `call` takes it."""
+    with torch.inference_mode():
+        return call(model, inputs, **context)
 
 
 def run_pass(model: nn.Module, **inputs: Any) -> Tensor:
     """One inference pass on `denoiser_inputs(model, **inputs)`: [batch, image tokens, channels]."""
-    with torch.inference_mode():
-        return call(model, denoiser_inputs(model, **inputs))
+    output: Tensor = infer(model, denoiser_inputs(model, **inputs))
+    return output
 
 
 @contextmanager

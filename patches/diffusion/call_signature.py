@@ -1,7 +1,8 @@
 """The arguments of a call, taken apart: the tensors, and a hashable rest that says what the call will do with them.
 
 A captured graph reads its inputs from fixed buffers and has every Python value baked in. So of each tensor the
-signature holds what decides which kernels run (shape, strides, dtype, device), of everything else the value itself.
+signature holds what decides which kernels run (shape, strides, dtype, device, alignment), of everything else the
+value itself.
 """
 
 from collections.abc import Hashable, Iterable
@@ -29,7 +30,7 @@ class FlatCall:
 
     @property
     def signature(self) -> Hashable:
-        return self.structure, tuple((t.shape, t.stride(), t.dtype, t.device) for t in self.tensors)
+        return self.structure, tuple((t.shape, t.stride(), t.dtype, t.device, _alignment(t)) for t in self.tensors)
 
     def rebuild(self, tensors: Iterable[Tensor]) -> Any:
         """The same arguments with other tensors in the place of these."""
@@ -100,6 +101,11 @@ class StaticTensors:
         """Fills the buffers, on the current stream, from tensors of the layout that they were made for."""
         for buffer, tensor in zip(self._dense, tensors, strict=True):
             buffer.copy_(_dense(tensor), non_blocking=True)
+
+
+def _alignment(tensor: Tensor) -> int:
+    """By it libraries choose matrix kernels. A vector is no operand of those, and may be a view: of a schedule."""
+    return tensor.data_ptr() % 16 if tensor.dim() > 1 else 0
 
 
 def _dense(tensor: Tensor) -> Tensor:

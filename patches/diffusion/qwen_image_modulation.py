@@ -9,7 +9,7 @@ Why a wrong reuse cannot happen:
 - A recording lives inside one call of `DenoisingStage._run_denoising_step` and dies with it. Requests, prompts,
   resolutions, LoRA switches and weight updates come between such calls, never inside one. A denoiser that is
   called outside a step is left to stock.
-- Within a step a recording belongs to one denoiser and one `_PassKey`: the very timestep tensor, held by
+- Within a step a recording belongs to one denoiser and one `Source`: the very timestep tensor, held by
   reference so that its identity cannot be given to another, at the same version (inference tensors carry none),
   dtype, device, `additional_t_cond`, autocast state and weights of the timestep embedding.
 - Within a pass a recorded output belongs to one linear, its input's shape, dtype and strides, and its weights:
@@ -21,7 +21,7 @@ A modulation linear that is wrapped (LoRA), hooked or otherwise not SGLang's own
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,17 +67,20 @@ def _weights(linear: nn.Module) -> list[_Identity]:
 
 
 @dataclass(frozen=True, eq=False)
-class _PassKey:
-    """What the input of the modulation linears (`temb`) depends on."""
+class Source:
+    """What a pass's modulation is computed from: the very tensors, in what state, and under which modes."""
 
-    inputs: list[_Identity]
-    dtype: torch.dtype
-    device: torch.device
-    autocast: tuple[bool, torch.dtype]
+    tensors: list[_Identity]
+    modes: Hashable
 
-    def matches(self, other: "_PassKey") -> bool:
-        modes = (self.dtype, self.device, self.autocast) == (other.dtype, other.device, other.autocast)
-        return modes and _same(self.inputs, other.inputs)
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor], modes: Hashable) -> "Source":
+        """The tensors as they are now; they are held, so that no other can get the identity of one."""
+        return cls([_identity(tensor) for tensor in tensors], modes)
+
+    def matches(self, other: "Source | None") -> bool:
+        """Whether the other one's modulation has these bytes too."""
+        return other is not None and self.modes == other.modes and _same(self.tensors, other.tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +108,8 @@ class _Output:
 class _Recording:
     """The modulation of one denoiser at one timestep; `layers` names the linears that may be recorded."""
 
-    key: _PassKey
+    source: Source
+    autocast: tuple[bool, torch.dtype]
     layers: dict[nn.Module, str]
     outputs: dict[nn.Module, _Output] = field(default_factory=dict)
 
@@ -189,7 +193,7 @@ class ModulationCache:
                     layer,
                     tuple(x.shape),
                     *layout[1:],
-                    recording.key.autocast,
+                    recording.autocast,
                     *(w[0].dtype for w in weights),
                 )
                 recording.outputs[linear] = _Output(layout, weights, value, _identity(value[0]), signature)
@@ -221,10 +225,10 @@ class ModulationCache:
             inputs.append(additional_t_cond)
         device = hidden_states.device
         autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-        key = _PassKey([_identity(tensor) for tensor in inputs], hidden_states.dtype, device, autocast)
+        source = Source.of(inputs, (hidden_states.dtype, device, autocast))
         recording = step.get(denoiser)
-        if recording is None or not recording.key.matches(key):
-            recording = step[denoiser] = _Recording(key, {})
+        if recording is None or not source.matches(recording.source):
+            recording = step[denoiser] = _Recording(source, autocast, {})
         # Looked up anew each pass: LoRA comes and goes.
         recording.layers = modulation_linears(denoiser, self._record.fall_back)
         return recording

@@ -30,14 +30,14 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang_fastpath.patches.diffusion.call_signature import FlatCall, Ineligible, flatten
 from sglang_fastpath.patches.diffusion.graph_recorder import CudaGraphRecorder, Recorder
 from sglang_fastpath.patches.diffusion.graph_store import CapturedPass, GraphStore, TooLarge
 from sglang_fastpath.patches.diffusion.model_state import ModelState
-from sglang_fastpath.patches.diffusion.qwen_image_modulation import modulation_linears
+from sglang_fastpath.patches.diffusion.qwen_image_modulation import Source, modulation_linears
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
@@ -47,7 +47,7 @@ from sglang_fastpath.plan import FeatureRecord, Plan, State
 logger = logging.getLogger("sglang_fastpath")
 
 _REUSE = "cfg_mod_cache"
-# Signatures remembered as having been called; each is a few hundred bytes.
+# Signatures remembered of one denoiser; each is a few hundred bytes.
 _MOST_SEEN = 4096
 # Global arguments under which something else moves the weights, splits the pass or compiles it.
 _SERVER_ARGS = {
@@ -73,23 +73,19 @@ def wraps(records: Mapping[str, FeatureRecord], plan: Plan) -> dict[str, Callabl
     }
 
 
-# The model's number, the arguments' signature, the modes, and whether the modulation is read from the table.
-_Key = tuple[int, Hashable, Hashable, bool]
+@dataclass(eq=False)
+class _Signature:
+    """What is known of one kind of call of one denoiser; it is also the key of its graph.
 
+    A kind: the arguments' signature, the modes, and whether the modulation is read from the table. `name` is how the
+    guard knows it.
+    """
 
-class _Source(NamedTuple):
-    """What a modulation was computed from: the very tensors, in what state, in which step and modes."""
-
-    step: object
-    tensors: tuple[Tensor, ...]
-    states: tuple[tuple[int | None, int], ...]
-    modes: Hashable
-
-    def matches(self, other: "_Source | None") -> bool:
-        if other is None or self.step is not other.step or len(self.tensors) != len(other.tensors):
-            return False
-        same = all(a is b for a, b in zip(self.tensors, other.tensors, strict=True))
-        return same and (self.states, self.modes) == (other.states, other.modes)
+    model: int
+    name: str
+    steady: bool = False  # its last eager pass checked nothing
+    starved: bool = False  # memory ran out in its capture before
+    given_up: str = ""  # why it cannot be captured
 
 
 @dataclass
@@ -102,7 +98,7 @@ class _Table:
     linears: dict[nn.Module, str]
     observed: dict[nn.Module, Tensor] = field(default_factory=dict)
     buffers: dict[nn.Module, Tensor] = field(default_factory=dict)
-    source: _Source | None = None
+    source: Source | None = None
 
     def make_buffers(self) -> bool:
         """True once there is a buffer for every linear."""
@@ -127,12 +123,14 @@ class _LinearMode:
 
 @dataclass
 class _Model:
-    """What is known of one denoiser."""
+    """What is known of one denoiser, as long as it stays as `state` has seen it."""
 
     number: int
     state: ModelState
+    anew: str = ""  # why the graphs from before were dropped, until a call has counted it
     looked_at_in: object = None  # the step in which the state was last compared
     tables: dict[Hashable, _Table] = field(default_factory=dict)
+    signatures: dict[Hashable, _Signature] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -147,11 +145,11 @@ class _Captured:
 class _Pass:
     """One call that may be captured. `reads`: from the table, which holds this step's modulation."""
 
-    key: "_Key"
-    name: str
+    model: _Model
+    signature: _Signature
     call: FlatCall
     table: _Table | None
-    source: _Source | None
+    source: Source | None
     reads: bool
     keep: tuple[Any, ...]
 
@@ -166,10 +164,6 @@ class StepGraphs:
         self._models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
         self._numbered = 0
         self._failures = 0
-        # Signatures whose last eager pass checked nothing, and those that cannot be captured, with the reason.
-        self._steady: dict[_Key, None] = {}
-        self._given_up: dict[_Key, str] = {}
-        self._starved: dict[_Key, None] = {}
         self._captured: weakref.WeakKeyDictionary[CapturedPass, _Captured] = weakref.WeakKeyDictionary()
         self._step: ContextVar[object | None] = ContextVar("step", default=None)
         self._linears: ContextVar[_LinearMode | None] = ContextVar("linears", default=None)
@@ -247,31 +241,43 @@ class StepGraphs:
         call = flatten(kwargs)
         if any(tensor.device not in model.state.devices for tensor in call.tensors):
             raise Ineligible("an argument is on another device than the denoiser")
-        source = self._source(kwargs)
+        modes = _modes()
+        source = self._source(kwargs, modes)
         table = self._table(model, denoiser, kwargs) if source else None
         reads = table is not None and bool(table.buffers) and source is not None and source.matches(table.source)
-        key = (model.number, call.signature, _modes(), reads)
-        shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors)
-        digest = hashlib.sha256(repr(key[1:]).encode()).hexdigest()[:8]
-        name = f"denoiser {model.number}, {shapes} ({digest}{', modulation from the pass before' if reads else ''})"
-        return _Pass(key, name, call, table, source, reads, _cached_by_stock(denoiser, kwargs, namespace))
+        signature = self._signature(model, call, modes, reads)
+        return _Pass(model, signature, call, table, source, reads, _cached_by_stock(denoiser, kwargs, namespace))
+
+    def _signature(self, model: _Model, call: FlatCall, modes: Hashable, reads: bool) -> _Signature:
+        key = (call.signature, modes, reads)
+        known = model.signatures.get(key)
+        if known is None:
+            if len(model.signatures) >= _MOST_SEEN:
+                self._forget(model.number)  # by a signature that is forgotten, its graph could not be found
+                model.signatures.clear()
+            shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors)
+            digest = hashlib.sha256(repr(key).encode()).hexdigest()[:8]
+            origin = ", modulation from the pass before" if reads else ""
+            known = _Signature(model.number, f"denoiser {model.number}, {shapes} ({digest}{origin})")
+            model.signatures[key] = known
+        return known
 
     def _run(self, found: _Pass, *, eager: Callable[[], Any], work: Callable[[Any], Any]) -> Any:
-        guard, id = self._plan.guard, self._record.feature.id
-        if why := self._given_up.get(found.key):
-            self._record.fall_back(why)
+        guard, id, signature = self._plan.guard, self._record.feature.id, found.signature
+        if signature.given_up:
+            self._record.fall_back(signature.given_up)
             return eager()
-        if guard.verdict(id, found.name) is Verdict.FAILED:
+        if guard.verdict(id, signature.name) is Verdict.FAILED:
             self._record.fall_back("left to stock by the guard")
             return eager()
-        captured = self._store.get(found.key)
+        captured = self._store.get(signature)
         if captured is None:
-            if found.key not in self._steady:
+            if not signature.steady:
                 return self._run_before_capture(found, eager)
             captured = self._capture(found, work)
             if captured is None:
                 return eager()
-            guard.withdraw(id, found.name)  # every captured graph is checked, also one for a signature known before
+            guard.withdraw(id, signature.name)  # every captured graph is checked, also one of a known signature
         checked = False
 
         def stock() -> Any:
@@ -279,7 +285,7 @@ class StepGraphs:
             checked = True
             return eager()
 
-        result = guard.run(id, found.name, fast=lambda: self._replay(found, captured), stock=stock)
+        result = guard.run(id, signature.name, fast=lambda: self._replay(found, captured), stock=stock)
         if not checked:  # else the eager pass has counted
             self._captured[captured].counts.add_to(self._plan)
             if found.table and found.reads:
@@ -292,10 +298,11 @@ class StepGraphs:
             result = eager()
         if mode and found.table:
             found.table.observed = mode.outputs
-        if self._plan.guard.checks == checks:
-            if len(self._steady) >= _MOST_SEEN:
-                self._steady.clear()
-            self._steady[found.key] = None
+        found.signature.steady = self._plan.guard.checks == checks
+        if found.model.anew:
+            self._record.fall_back(f"captured anew: {found.model.anew}")
+            found.model.anew = ""
+        elif found.signature.steady:
             self._record.fall_back("a signature's first call runs eagerly")
         else:
             self._record.fall_back("other features were still being checked")
@@ -316,7 +323,7 @@ class StepGraphs:
         before = _Counts.of(self._plan)
         try:
             try:
-                captured = self._store.capture(found.key, found.call, recorded, (*found.keep, table))
+                captured = self._store.capture(found.signature, found.call, recorded, (*found.keep, table))
             finally:
                 done = _Counts.of(self._plan) - before
                 before.restore(self._plan)  # a capture computes nothing; a replay counts what the captured pass did
@@ -324,10 +331,10 @@ class StepGraphs:
             self._give_up(found, str(why))
         except torch.OutOfMemoryError:
             self._store.clear()
-            if found.key in self._starved:
+            if found.signature.starved:
                 self._give_up(found, "out of memory during capture, twice")
             else:
-                self._starved[found.key] = None
+                found.signature.starved = True
                 self._record.fall_back("out of memory during capture")
         except Exception as error:
             self._give_up(found, f"capture failed: {type(error).__name__}: {error}")
@@ -337,9 +344,9 @@ class StepGraphs:
         return None
 
     def _give_up(self, found: _Pass, why: str) -> None:
-        self._given_up[found.key] = why
+        found.signature.given_up = why
         self._record.fall_back(why)
-        logger.warning("step_graph: %s runs eagerly from now on: %s", found.name, why)
+        logger.warning("step_graph: %s runs eagerly from now on: %s", found.signature.name, why)
 
     def _replay(self, found: _Pass, captured: CapturedPass) -> Any:
         details = self._captured[captured]
@@ -358,27 +365,25 @@ class StepGraphs:
         if model and (step is None or model.looked_at_in is not step):
             why = model.state.changed()
         if model and why:
-            self._record.fall_back(f"captured anew: {why}")
             self._forget(model.number)
         if model is None or why:
             self._numbered += 1
-            model = self._models[denoiser] = _Model(self._numbered, ModelState(denoiser))
+            model = self._models[denoiser] = _Model(self._numbered, ModelState(denoiser), why or "")
             # By a weak reference: a plan that is dropped takes its graphs with it, though the denoiser lives on.
             weakref.finalize(denoiser, _forget_in, weakref.ref(self), model.number).atexit = False
         model.looked_at_in = step
         return model
 
     def _forget(self, number: int) -> None:
-        self._store.drop(lambda key: key[0] == number)
-        self._steady = {key: None for key in self._steady if key[0] != number}
-        self._starved = {key: None for key in self._starved if key[0] != number}
-        self._given_up = {key: why for key, why in self._given_up.items() if key[0] != number}
+        self._store.drop(lambda signature: signature.model == number)
 
     def _forget_all(self) -> None:
         self._store.clear()
-        self._steady.clear()
+        for model in self._models.values():
+            for signature in model.signatures.values():
+                signature.steady = False
 
-    def _source(self, kwargs: dict[str, Any]) -> _Source | None:
+    def _source(self, kwargs: dict[str, Any], modes: Hashable) -> Source | None:
         """What this pass's modulation comes from, where a second pass may take it from the first."""
         step, timestep = self._step.get(), kwargs.get("timestep")
         reuse = self._plan.records.get(_REUSE)
@@ -388,7 +393,7 @@ class StepGraphs:
             return None
         condition = kwargs.get("additional_t_cond")
         tensors = (timestep, condition) if isinstance(condition, Tensor) else (timestep,)
-        return _Source(step, tensors, tuple((_version(t), t.data_ptr()) for t in tensors), _modes())
+        return Source.of(tensors, (step, modes))
 
     def _table(self, model: _Model, denoiser: nn.Module, kwargs: dict[str, Any]) -> _Table | None:
         conditions = (kwargs["timestep"], kwargs.get("additional_t_cond"), kwargs.get("hidden_states"))
@@ -446,10 +451,6 @@ class _Counts:
         for id, fallbacks in self._fallbacks.items():
             plan.records[id].hits = self._hits[id]
             plan.records[id].fallbacks = Counter(fallbacks)
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _modes() -> Hashable:

@@ -108,6 +108,14 @@ def test_equal_values_of_other_types_are_told_apart() -> None:
     assert distinct(torch.float16, torch.bfloat16, "torch.float16")
 
 
+def test_matrices_are_told_apart_by_alignment() -> None:
+    """cuBLAS chooses by it; vectors it never sees, and a schedule's are views at any address."""
+    values = torch.zeros(64)
+    assert distinct(*(values[start : start + 32].view(4, 8) for start in range(4)))
+    assert not distinct(*(values[start : start + 32].view(4, 8) for start in (0, 4, 32)))
+    assert not distinct(*(values[start : start + 1] for start in range(4)))
+
+
 def test_equal_keys_of_other_types_are_told_apart() -> None:
     assert distinct({1: "a"}, {True: "a"}, {1.0: "a"}, {0.0: "a"}, {-0.0: "a"})
 
