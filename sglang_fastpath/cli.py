@@ -90,6 +90,8 @@ def features(as_json: AsJson = False) -> None:
         shown.show_header = False
         shown.add_row("why", f.why)
         shown.add_row("switch", f"{f.env}=0|1")
+        if f.default_off:
+            shown.add_row("off by default", f.default_off)
         shown.add_row("parity", f.parity)
         for port in f.ports:
             native = f" (native since {port.native_since})" if port.native_since else ""
