@@ -28,13 +28,14 @@ BLOCK = tuple(
     feature.id for feature in CATALOGUE if feature.port_of("sglang_fastpath.patches.diffusion.qwen_image_block")
 )
 EMULATED_GPU = ["off", "SGLANG_FASTPATH_EMULATE=1 emulates arithmetic, not a GPU"]
+NOT_MEASURED = {feature.id: ["off", feature.default_off] for feature in CATALOGUE if not feature.measured}
 # With the FP8 linear emulated.
 STATES = {
-    "0.5.11": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
-    "0.5.17": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
-    "0.5.19": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
-    "0.5.21": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
-    "0.5.23": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU},
+    "0.5.11": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU, **NOT_MEASURED},
+    "0.5.17": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU, **NOT_MEASURED},
+    "0.5.19": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU, **NOT_MEASURED},
+    "0.5.21": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU, **NOT_MEASURED},
+    "0.5.23": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), "step_graph": EMULATED_GPU, **NOT_MEASURED},
 }
 # What must serve every block of the denoiser in block FP8. 0.5.11 leaves its QKV and MLP linears in bf16; from 0.5.21
 # on a CPU stock rotates q and k by complex tables, which only GPUs spare it.
@@ -212,7 +213,7 @@ def test_nothing_else_of_sglang_changes_and_all_of_it_comes_back(
 
 def test_without_gpu_and_emulation_the_fused_block_is_unsupported(probed: Callable[[str], Report]) -> None:
     report = probed(NOT_EMULATED_0_5_17)
-    states = {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, NO_GPU), "step_graph": NO_GPU}
+    states = {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, NO_GPU), "step_graph": NO_GPU, **NOT_MEASURED}
     assert report["states"] == report["worker"]["states"] == states
     assert set(report["changed"]) == active_sites(states) | SEAMS_UNTIL_0_5_20
     assert report["plugged"] == report["stock"]
@@ -237,7 +238,7 @@ def test_a_changed_function_is_a_drift_that_names_it(probed: Callable[[str], Rep
 def test_a_newer_release_is_a_drift(probed: Callable[[str], Report]) -> None:
     report = probed(UNRECORDED_0_5_24)
     expected = ["drifted", "release 0.5.24 is not recorded; recorded: 0.5.11 ... 0.5.23"]
-    assert report["states"] == {id: expected for id in BY_ID}
+    assert report["states"] == {id: expected for id in BY_ID} | NOT_MEASURED
     assert_stock_serves(report)
 
 
