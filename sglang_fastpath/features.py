@@ -376,7 +376,7 @@ CATALOGUE: tuple[Feature, ...] = (
     _llm(
         "silu_quant",
         "SiLU, product and quantization in one kernel that feeds down_proj",
-        "Stock writes the activation's rows, three hidden sizes wide in Qwen3-8B, and reads them back for the quantizer.",
+        "Stock writes the activation's rows, three times as wide as the model in Qwen3-8B, and reads them back.",
         _QUANTIZED_OUTPUTS,
     ),
     _llm(
