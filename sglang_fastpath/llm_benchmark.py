@@ -328,7 +328,8 @@ def main(model: str, folder: str) -> None:
 
     plugin.activate(path="llm")
     described: dict[str, Any] = json.loads(Path(folder, "workload.json").read_text())
-    workload = Workload(**{key: tuple(v) if isinstance(v, list) else v for key, v in described.items()})
+    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in described.items()}
+    workload = Workload(**fields)
     runner = Runner(Path(model), workload)
     _say("loaded, graphs captured")
     outputs = _outputs(runner)

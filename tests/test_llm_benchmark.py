@@ -1,4 +1,4 @@
-"""`bench llm`, as far as a machine without a GPU can tell: shapes, weights that mean something, bytes, what it says."""
+"""`bench llm`, as far as a machine without a GPU can tell: shapes, weights that mean something, bytes, refusals."""
 
 import json
 from pathlib import Path
