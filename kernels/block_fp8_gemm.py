@@ -18,15 +18,19 @@ GROUP_ROWS = 128
 
 def gemm(operand: Quantized, weight: Tensor, scale: Tensor) -> Tensor:
     """[M, K] x [N, K] -> [M, N] bfloat16. weight: float8_e4m3fn with [N/128, K/128] float32 scales; M may be 0."""
-    if not operand.q.is_cuda:
-        result: Tensor = block_fp8_matmul(operand.q, operand.scale, weight, scale, torch.bfloat16)
-        return result
     out: Tensor = operand.q.new_empty((operand.q.shape[0], weight.shape[0]), dtype=torch.bfloat16)
-    if operand.q.shape[0]:
+    fp8_gemm_nt((operand.q, operand.scale), (weight, scale), out)
+    return out
+
+
+def fp8_gemm_nt(lhs: tuple[Tensor, Tensor], rhs: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """Fills `out` [M, N] from (values, scales) of both operands: where `gemm_tuner` puts another backend to work."""
+    if not out.is_cuda:
+        out.copy_(block_fp8_matmul(*lhs, *rhs, out.dtype))
+    elif out.shape[0]:
         import deep_gemm
 
-        deep_gemm.fp8_gemm_nt((operand.q, operand.scale), (weight, scale), out)
-    return out
+        deep_gemm.fp8_gemm_nt(lhs, rhs, out)
 
 
 def grouped_gemm(pair: QuantizedPair, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

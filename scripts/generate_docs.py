@@ -290,8 +290,42 @@ def _kernel_table(path: Path, found: dict[str, Any]) -> str:
     return f"{title}\n\n{table(header, rows)}"
 
 
+def tuner() -> str:
+    """What `bench tuner` found: a table a result file, with a row for each pass, and who was no candidate."""
+    return "\n\n".join(_tuner_tables(path, found) for path, found in _result_files("tuned")) or _NOT_MEASURED
+
+
+def _tuner_tables(path: Path, found: dict[str, Any]) -> str:
+    rows: list[tuple[str, ...]] = []
+    declined: dict[tuple[str, str], int] = {}
+    for model, one in found["tuned"].items():
+        shapes = [shape for shape in one["shapes"] if "failed" not in shape]
+        winners = [f"{s['m']}x{s['n']}x{s['k']}: {s['winner']} {s['ratio']:.3f}" for s in shapes if s["ratio"] < 1]
+        effects = [
+            f"{label}: {effect['first_ms']:.3f} -> {effect['winners_ms']:.3f} ms"
+            + ("" if effect["installed"] else ", not installed")
+            if effect["first_ms"]
+            else f"{label}: {effect['why']}"
+            for label, effect in one["pass_effect"].items()
+        ]
+        second = one["second_process"]
+        again = second.get("failed") or f"{second['tuning_seconds']:.3f} ({second['timed']} timed)"
+        cells = str(len(one["shapes"])), "; ".join(winners) or "none", "; ".join(effects) or "-"
+        rows.append((model, *cells, f"{one['seconds']:.0f}", again))
+        for shape in shapes:
+            for kind in ("declined", "excluded"):
+                for backend, why in shape[kind].items():
+                    said = why if kind == "declined" else "other bytes"
+                    declined[backend, said] = declined.get((backend, said), 0) + 1
+    title = f"[{found['gpu']}]({_link(path)}), SGLang {found['sglang']}, {found['resolution']}:"
+    header = ("model", "shapes", "winners (time over DeepGEMM's)", "whole pass", "tuning s", "second process s")
+    reasons = [(f"`{name}`", why.replace("|", "/"), str(count)) for (name, why), count in declined.items()]
+    tables = (table(header, rows), table(("backend", "why it was no candidate", "shapes"), reasons))
+    return "\n\n".join((title, *tables))
+
+
 def _result_files(key: str) -> list[tuple[Path, dict[str, Any]]]:
-    """The result files that have `key`, which tells the benchmarks apart: `stock`, `variants` or `kernels`."""
+    """The result files that have `key`, which tells benchmarks apart: `stock`, `variants`, `kernels` or `tuned`."""
     paths = sorted((ROOT / "benchmarks" / "results").glob("*/*.json"))
     found = ((path, json.loads(path.read_text())) for path in paths)
     return [(path, document) for path, document in found if key in document]
@@ -344,6 +378,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "measured-graph": measured_graph,
     "ablation": ablation,
     "kernels": kernels,
+    "tuner": tuner,
 }
 
 

@@ -12,5 +12,7 @@ export SGLANG_JIT_DEEPGEMM_PRECOMPILE=0 HF_HUB_OFFLINE=1
 "$python" -m sglang_fastpath.cli bench kernels --output "$results/kernels.json"
 "$python" -m sglang_fastpath.cli bench denoiser --model qwen-image --output "$results/qwen-image.json"
 "$python" -m sglang_fastpath.cli bench denoiser --model qwen-image --graph --output "$results/qwen-image-graph.json"
+"$python" -m sglang_fastpath.cli bench denoiser --model flux2 --output "$results/flux2.json"
 "$python" -m sglang_fastpath.cli bench denoiser --model flux2 --graph --output "$results/flux2-graph.json"
+"$python" -m sglang_fastpath.cli bench tuner --output "$results/tuner.json" > /dev/null
 "$python" scripts/soak_step_graph.py "$results/step-graph-soak.json"

@@ -106,7 +106,7 @@ def run(
 ) -> dict[str, Any]:
     """Eager: parity over a guidance run, then times; docs/benchmarks.md explains the fields."""
     variants = make_variants(MODELS[workload.model].family, ablation=ablation)
-    measured = Comparison(_build(workload, report), workload, variants, report=report)
+    measured = Comparison(build(workload, report), workload, variants, report=report)
     measured.check_parity(steps)
     features = _seen(measured.variants["fast"])
     both = ("stock", "fast")
@@ -154,7 +154,7 @@ def run_parity(
     """
     variants = make_variants(MODELS[workload.model].family, emulate=emulate)
     with _emulated(workload) if emulate else nullcontext():
-        compared = Comparison(_build(workload, report), workload, variants, report=report, tolerant=True)
+        compared = Comparison(build(workload, report), workload, variants, report=report, tolerant=True)
         compared.check_parity(steps)
     return {
         name: {
@@ -181,7 +181,7 @@ def run_graphs(
     One that fails is recorded with the reason, and the others go on.
     """
     variants = make_graph_variants(names)
-    measured = Comparison(_build(workload, report), workload, variants, report=report, tolerant=True)
+    measured = Comparison(build(workload, report), workload, variants, report=report, tolerant=True)
     measured.check_parity(steps)
     best = variants.get("fast+graph")
     features = _seen(best)
@@ -330,6 +330,10 @@ class Comparison:
                         self._walls[name].append(elapsed * 1e3 / self._passes_a_step)
                         if (clock := self._clock_mhz()) is not None:
                             self._clocks[name].append(clock)
+
+    def pass_times(self, name: str) -> list[float]:
+        """Milliseconds a pass, as `time_interleaved` has taken them: the n-th of every variant in the same step."""
+        return list(self._walls[name])
 
     def sustain(self, names: Iterable[str], steps: int) -> None:
         """Adds the host's time a pass, then milliseconds a pass over steps without a synchronization between them.
@@ -594,7 +598,8 @@ def _emulated(workload: Workload) -> Iterator[None]:
         revert()
 
 
-def _build(workload: Workload, report: Report) -> nn.Module:
+def build(workload: Workload, report: Report) -> nn.Module:
+    """The workload's denoiser in block FP8, and what SGLang needs in a process to run it."""
     start_runtime(attention_backend=workload.attention)
     report("building the denoiser")
     model = MODELS[workload.model]

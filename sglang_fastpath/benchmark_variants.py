@@ -19,7 +19,7 @@ from sglang_fastpath.guidance_loop import GuidanceLoop
 from sglang_fastpath.plan import Plan, State, make_plan
 
 STEP_GRAPH = "step_graph"
-FEATURES = tuple(feature for feature in CATALOGUE if feature.path == "diffusion")
+FEATURES = tuple(feature for feature in CATALOGUE if feature.serves("diffusion"))
 
 
 class VariantError(RuntimeError):

@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -22,7 +25,7 @@ from rich.progress import (
 from rich.table import Table
 
 from sglang_fastpath import __version__, envs
-from sglang_fastpath.features import CATALOGUE
+from sglang_fastpath.features import BY_ID, CATALOGUE
 
 if TYPE_CHECKING:
     from sglang_fastpath import ablation, benchmark
@@ -89,7 +92,7 @@ def features(as_json: AsJson = False) -> None:
         shown = table(f"{f.id}: {f.title}", "", "")
         shown.show_header = False
         shown.add_row("why", f.why)
-        shown.add_row("switch", f"{f.env}=0|1")
+        shown.add_row("switch", f"{f.env}={'|'.join(f.choices)}")
         if f.default_off:
             shown.add_row("off by default", f.default_off)
         shown.add_row("parity", f.parity)
@@ -394,6 +397,125 @@ def quantize(
         console.print(f"[yellow]{warning}[/]")
 
 
+@app.command()
+def tune(
+    model: Annotated[str | None, typer.Option(help="qwen-image, flux2, qwen3-8b, or a checkpoint's folder.")] = None,
+    resolution: Annotated[str, typer.Option(help="WIDTHxHEIGHT in pixels, for a denoiser.")] = "1024x1024",
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Text tokens of each prompt; of an LLM the batches to decode.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Blocks of each kind in the pass, if not all.")] = None,
+    check: Annotated[
+        bool, typer.Option(help="Time the whole pass with the winners; without that they are not installed.")
+    ] = True,
+    again: Annotated[bool, typer.Option("--again", help="Also what has been tuned before.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also why the other backends are no candidates.")
+    ] = False,
+    import_from: Annotated[
+        Path | None, typer.Option("--import", help="First add what another machine of this kind exported.")
+    ] = None,
+    export_to: Annotated[Path | None, typer.Option("--export", help="Last write all that has been tuned.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest GEMM backend with stock's bytes for each shape of a model, and remember it.
+
+    Without --model only --import and --export are done, which takes no GPU.
+    """
+    from sglang_fastpath import gemm_tuning, gemm_workload
+    from sglang_fastpath.tuning_cache import ForeignFileError, TuningCache
+
+    if model is None and not import_from and not export_to:
+        sys.exit(f"sglang-fastpath: tune takes --model ({', '.join(gemm_workload.KNOWN)}), --import or --export")
+    settings, notes = _settings(), Console(stderr=True, soft_wrap=True)
+    cache = TuningCache(settings.cache_dir)
+    try:
+        workload = gemm_workload.find(model, resolution, tokens or []) if model else None
+        if import_from:
+            notes.print(f"{cache.load(import_from)} decisions imported from {import_from}")
+        if workload:
+            _require_gpu("tune --model")
+            with _progress_bar() as progress:
+                report = gemm_tuning.tune_on_gpu(
+                    workload, settings, progress, layers=layers, check=check, again=again
+                )
+            if as_json:
+                print_json(report.as_json())
+            else:
+                show_tuning(report.as_json(), explain=explain)
+        if export_to:
+            notes.print(f"{cache.export(export_to)} decisions written to {export_to}")
+    except (gemm_workload.WorkloadError, ForeignFileError, OSError) as error:
+        sys.exit(f"sglang-fastpath: {error}")
+
+
+class _ProgressBar:
+    """What `tune` shows while it works: `gemm_tuning.Progress`."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._task = bar.add_task("", total=None)
+
+    def begin(self, total: int) -> None:
+        self._bar.reset(self._task, total=total)
+
+    def working_on(self, what: str) -> None:
+        self._bar.update(self._task, description=what)
+
+    def advance(self) -> None:
+        self._bar.advance(self._task)
+
+
+@contextmanager
+def _progress_bar() -> Iterator[_ProgressBar]:
+    what = TextColumn("{task.description}", markup=False)
+    columns = (what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        yield _ProgressBar(bar)
+
+
+def show_tuning(report: dict[str, Any], *, explain: bool) -> None:
+    """What `tune` found as a table: a row a shape, and below it why backends were no candidates."""
+    backends = report["backends"]
+    title = f"{report['model']} ({report['profile']}), {report['seconds']:.1f} s; backends: {', '.join(backends)}"
+    shown = table(title, "M x N x K", "linears", "stock", "winner", "ratio", "s", "installed")
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for shape in report["shapes"]:
+        size = f"{shape['m']}x{shape['n']}x{shape['k']}"
+        if "failed" in shape:
+            shown.add_row(size, shape["linears"], "-", "-", "-", "-", f"[red]{escape(shape['failed'])}[/]")
+            continue
+        wins = shape["winner"] != shape["first"]
+        installed = shape["serving"] == shape["winner"] and wins
+        shown.add_row(
+            size,
+            shape["linears"],
+            shape["first"],
+            f"[green]{shape['winner']}[/]" if wins else "-",
+            f"{shape['ratio']:.3f}" if wins else "-",
+            "cached" if shape["cached"] else f"{shape['seconds']:.1f}",
+            "yes" if installed else escape(shape["verdict"]) or "no: the whole pass has not been timed",
+        )
+        for kind in ("declined", "excluded"):
+            for backend, why in shape[kind].items():
+                reasons.setdefault(backend, {}).setdefault(f"{kind}: {why}", []).append(size)
+    console.print(shown)
+    for label, verdict in report["pass_effect"].items():
+        times = "" if verdict["first_ms"] is None else f" {verdict['first_ms']:.3f} -> {verdict['winners_ms']:.3f} ms"
+        console.print(f"{label}:{times} {verdict['why']}", markup=False)
+    if len(backends) == 1:
+        env = BY_ID["gemm_tuner"].env
+        console.print(f"{env}=all lets in every backend, when tuning and when serving.", style="dim")
+    if explain:
+        why = table("No candidates", "backend", "why", "shapes")
+        for backend, found in reasons.items():
+            for reason, sizes in found.items():
+                why.add_row(backend, escape(reason), ", ".join(sizes))
+        console.print(why)
+    elif reasons:
+        console.print("--explain says why the other backends were no candidates.", style="dim")
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine's GPU, stock and fast interleaved.")
 app.add_typer(bench, name="bench")
 
@@ -476,6 +598,35 @@ def _graph_variants(listed: str | None, *, graph: bool) -> list[str] | None:
     if unknown := [name for name in names if name not in known]:
         sys.exit(f"sglang-fastpath: --variants: no {unknown[0]!r}; known: {', '.join(known)}")
     return names
+
+
+@bench.command("tuner")
+def bench_tuner(
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help="As `tune` takes it; each of qwen-image, flux2, qwen3-8b.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Blocks of each kind in the pass, if not all.")] = None,
+    check: Annotated[bool, typer.Option(help="Time the whole pass with the winners.")] = True,
+    output: Annotated[Path | None, typer.Option(help="Write the result as JSON here.")] = None,
+) -> None:
+    """The GEMM tuner, every backend let in: what wins, what that does to a pass, what tuning costs, cold and cached.
+
+    In a cache of its own, which is thrown away.
+    """
+    _require_gpu()
+    from sglang_fastpath import benchmark, gemm_workload, tuner_benchmark
+
+    command = _command()
+    try:
+        with _progress_bar() as progress:
+            document = tuner_benchmark.run(
+                models or gemm_workload.KNOWN, command, layers=layers, check=check, progress=progress
+            )
+    except gemm_workload.WorkloadError as error:
+        sys.exit(f"sglang-fastpath: {error}")
+    if output:
+        benchmark.write(document, output)
+    print_json(document)
 
 
 @bench.command("kernels")

@@ -40,7 +40,7 @@ class Variable:
 
 VARIABLES: tuple[Variable, ...] = (
     Variable(ENABLE, "0, 1", "0", "the plugin itself; `--plugin fastpath` sets it to 1"),
-    *(Variable(f.env, "0, 1", "1" if f.measured else "0", f.title) for f in CATALOGUE),
+    *(Variable(f.env, ", ".join(f.choices), "1" if f.measured else "0", f.title) for f in CATALOGUE),
     Variable(ONLY, "ids, comma-separated", "", "every feature not named is off, unless its own variable is 1"),
     Variable(PARITY, "bitwise, ulp", "bitwise", "whether features that are not bit-exact may run"),
     Variable(GUARD, "once, sample:N, always, off", "once", "how often a fast path is checked against stock"),
@@ -67,6 +67,9 @@ class Settings:
     strict: bool = False
     emulate: bool = False
     status_dir: Path = Path()
+    cache_dir: Path = Path()
+    every_gemm_backend: bool = False
+    """Whether gemm_tuner takes backends of which no gain has been recorded on this architecture."""
     graphs: int = 8
     graph_bytes: int = 8 << 30
 
@@ -105,20 +108,25 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     return Settings(
         enabled=_flag(environ, ENABLE, default=False),
         only=only,
-        switches={f.id: _flag(environ, f.env, default=True) for f in CATALOGUE if f.env in environ},
+        switches={f.id: _choice(environ, f.env, f.choices) != "0" for f in CATALOGUE if f.env in environ},
         parity="ulp" if _choice(environ, PARITY, ("bitwise", "ulp")) == "ulp" else "bitwise",
         guard=_guard_policy(environ),
         strict=_flag(environ, STRICT, default=False),
         emulate=_flag(environ, EMULATE, default=False),
-        status_dir=Path(status_dir) if status_dir else _state_folder(environ) / "status",
+        status_dir=Path(status_dir)
+        if status_dir
+        else _own_folder(environ, "XDG_STATE_HOME", ".local/state") / "status",
+        cache_dir=_own_folder(environ, "XDG_CACHE_HOME", ".cache"),
+        every_gemm_backend=environ.get(BY_ID["gemm_tuner"].env) == "all",
         graphs=_number(environ, GRAPHS, least=1),
         graph_bytes=_number(environ, GRAPH_BYTES, least=0),
     )
 
 
-def _state_folder(environ: Mapping[str, str]) -> Path:
-    base = environ.get("XDG_STATE_HOME", "")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "sglang-fastpath"
+def _own_folder(environ: Mapping[str, str], variable: str, default: str) -> Path:
+    """This plugin's part of one of the user's folders."""
+    base = environ.get(variable, "")
+    return (Path(base) if base else Path.home() / default) / "sglang-fastpath"
 
 
 def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:

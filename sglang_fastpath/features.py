@@ -13,6 +13,7 @@ FLUX2 = "FLUX.2"
 QWEN3 = "Qwen3"
 QWEN2 = "Qwen2"
 LLAMA = "Llama"
+LLM = "LLMs"  # all that SGLang's language model server runs
 
 _QWEN_IMAGE = "sglang.multimodal_gen.runtime.models.dits.qwen_image"
 _FLUX2 = "sglang.multimodal_gen.runtime.models.dits.flux_2"
@@ -20,6 +21,7 @@ _DENOISING = "sglang.multimodal_gen.runtime.pipelines_core.stages.denoising"
 _LINEAR = "sglang.multimodal_gen.runtime.layers.linear"
 _DIFFUSION_FP8 = "sglang.multimodal_gen.runtime.layers.quantization.fp8"
 _FP8_LINEAR = "sglang.srt.layers.quantization.fp8_utils"
+_DEEP_GEMM = "sglang.srt.layers.deep_gemm_wrapper.entrypoint"
 _ATTENTION = "sglang.multimodal_gen.runtime.layers.attention"
 _LLM_LAYERS = "sglang.srt.layers"
 _LLM_MODELS = "sglang.srt.models"
@@ -59,12 +61,13 @@ class Feature:
 
     `not_for` says, by model, why a model that the plugin knows has no port. `needs` are keys of
     `environment.REQUIREMENTS`. `max_ulp` is what a feature of class `ulp` may differ from stock by, under
-    SGLANG_FASTPATH_PARITY=ulp. A feature that is not `measured` on a GPU yet is off unless it is asked for by name.
+    SGLANG_FASTPATH_PARITY=ulp. `choices` are the values of its variable. A feature that is not `measured` on a GPU
+    yet is off unless it is asked for by name.
     """
 
     id: str
     title: str
-    path: Literal["diffusion", "llm"]
+    path: Literal["diffusion", "llm", "both"]
     ports: tuple[Port, ...]
     parity: Literal["bitwise", "ulp"]
     needs: tuple[str, ...]
@@ -72,12 +75,17 @@ class Feature:
     removal: str
     not_for: Mapping[str, str] = field(default_factory=dict)
     max_ulp: int = 0
+    choices: tuple[str, ...] = ("0", "1")
     measured: bool = True
 
     @property
     def env(self) -> str:
-        """The environment variable that switches this feature: 0 or 1."""
+        """The environment variable that switches this feature: 0, or another one of its `choices`."""
         return f"SGLANG_FASTPATH_{self.id.upper()}"
+
+    def serves(self, path: str | None) -> bool:
+        """Whether it is of use to what a process serves, "llm" or "diffusion"; None: that is not known."""
+        return path is None or self.path in (path, "both")
 
     @property
     def default_off(self) -> str | None:
@@ -105,7 +113,8 @@ class Feature:
 
     def lacks(self, model: str) -> str | None:
         """Why it does nothing in a model, or None if it has a port there."""
-        if any(model in port.models for port in self.ports):
+        names = {model, LLM} if model in (QWEN3, QWEN2, LLAMA) else {model}
+        if any(names.intersection(port.models) for port in self.ports):
             return None
         return f"{model}: {self.not_for.get(model, 'not written for it')}"
 
@@ -325,6 +334,26 @@ CATALOGUE: tuple[Feature, ...] = (
         "Stock adds every linear's bias in a kernel of its own: 20 of 112 ms a pass of Qwen-Image on an H200.",
         _QWEN_IMAGE_BLOCK,
         not_for={FLUX2: "its linears have no biases"},
+    ),
+    Feature(
+        id="gemm_tuner",
+        title="of the GEMM backends that give stock's bytes, the fastest one for each shape that has been tuned",
+        path="both",
+        ports=(
+            Port(
+                models=(QWEN_IMAGE, FLUX2, LLM),
+                patch="sglang_fastpath.patches.gemm_dispatch",
+                sites=(f"{_DEEP_GEMM}:gemm_nt_f8f8bf16",),
+                relies_on=(),
+            ),
+        ),
+        parity="bitwise",
+        needs=("gpu", "deep_gemm"),
+        why="SGLang picks one block-FP8 GEMM backend for the whole process, and other shapes are won by other ones. "
+        "Only what `sglang-fastpath tune` has measured here is used; what it has not is DeepGEMM's, as in stock.",
+        removal="when SGLang chooses the backend by the shape",
+        max_ulp=1,
+        choices=("0", "1", "all"),
     ),
     Feature(
         id="step_graph",

@@ -86,7 +86,7 @@ def activate(*, in_worker: bool = False, path: str | None = None) -> None:
         watch.replace(f"{CLIENT}.initialize", alive.wrap_initialize, stock_only=False)
         watch.replace(f"{CLIENT}.forward", alive.wrap_forward, stock_only=False)
     if settings.enabled and plan.current() is None:
-        catalogue = [feature for feature in CATALOGUE if path in (None, feature.path)]
+        catalogue = [feature for feature in CATALOGUE if feature.serves(path)]
         apply(new := plan.make_plan(settings, release, catalogue=catalogue))
         _report(new)
 
@@ -192,8 +192,10 @@ def _apply_module(new: Plan, module: str, records: dict[str, FeatureRecord]) -> 
     for record in records.values():
         record.on_first_hit = first_hit
     patch = _patches[module] = Patch(on_lost=lost)
+    stock = {site for record in records.values() for site in record.feature.sites}
     for site, wrap in importlib.import_module(module).wraps(records, new).items():
-        patch.replace(site, wrap)
+        # Some replace functions of this plugin as well, which no contract knows.
+        patch.replace(site, wrap, stock_only=site in stock)
 
 
 def _refuse_what_cannot_run(new: Plan) -> None:

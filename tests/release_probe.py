@@ -131,7 +131,9 @@ def import_targets() -> list[str]:
     release = contracts.installed_release()
     assert release
     recorded = contracts.recorded().get(release.version, {})
-    diffusion = {target for feature in features.CATALOGUE if feature.path == "diffusion" for target in feature.contract}
+    diffusion = {
+        target for feature in features.CATALOGUE if feature.path == "diffusion" for target in feature.contract
+    }
     sites = {site for feature in features.CATALOGUE for site in feature.sites}
     found = [t for t in features.contract_targets() if t in diffusion or (t in sites and recorded.get(t))]
     for target in found:

@@ -74,6 +74,8 @@ def test_a_misspelt_name_is_an_error_that_names_the_right_one(variable, data) ->
         (envs.GUARD, "sometimes"),
         (envs.GUARD, "sample:0"),
         (CATALOGUE[0].env, "on"),
+        (CATALOGUE[0].env, "all"),
+        ("SGLANG_FASTPATH_GEMM_TUNER", "everywhere"),
         (envs.GRAPHS, "0"),
         (envs.GRAPHS, "-1"),
         (envs.GRAPHS, "many"),
@@ -100,6 +102,18 @@ def test_the_status_folder_is_the_users_own() -> None:
     assert envs.read({"XDG_STATE_HOME": "/x"}).status_dir == Path("/x/sglang-fastpath/status")
     assert envs.read({}).status_dir == Path.home() / ".local/state/sglang-fastpath/status"
     assert envs.read({envs.STATUS_DIR: "/y"}).status_dir == Path("/y")
+
+
+def test_the_tuners_cache_lies_in_the_users_cache_folder() -> None:
+    assert envs.read({"XDG_CACHE_HOME": "/x"}).cache_dir == Path("/x/sglang-fastpath")
+    assert envs.read({}).cache_dir == Path.home() / ".cache/sglang-fastpath"
+
+
+@pytest.mark.parametrize(("value", "on", "every"), [("0", False, False), ("1", True, False), ("all", True, True)])
+def test_the_tuner_takes_every_backend_if_asked(value: str, on: bool, every: bool) -> None:
+    settings = envs.read({"SGLANG_FASTPATH_GEMM_TUNER": value})
+    assert (settings.off_because("gemm_tuner") is None, settings.every_gemm_backend) == (on, every)
+    assert not envs.read({}).every_gemm_backend
 
 
 def test_a_feature_that_is_not_bit_exact_needs_the_ulp_policy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def results(tmp_path: Path, generator: dict[str, Any]) -> Callable[..., dict[str
         for name, document in documents.items():
             (folder / f"{name}.json").write_text(json.dumps(document))
         generator["results"].__globals__["ROOT"] = tmp_path
-        made = ("results", "measured", "graph", "measured-graph", "ablation", "kernels")
+        made = ("results", "measured", "graph", "measured-graph", "ablation", "kernels", "tuner")
         return {name: generator["GENERATED"][name]() for name in made}
 
     return make
@@ -218,6 +218,46 @@ def test_the_ablation_is_of_the_files_that_have_one(results: Callable[..., dict[
         for id, equal in (("norm_quant", "yes"), ("act_quant", "NO"))
     ]
     assert len(cells(made["results"])) == 5
+
+
+def test_the_tuners_winners_and_who_was_no_candidate(results: Callable[..., dict[str, str]]) -> None:
+    shape = {"m": 8, "n": 128, "k": 256, "winner": "fast", "ratio": 0.5, "declined": {}, "excluded": {}}
+    stays = shape | {
+        "m": 9,
+        "winner": "stock",
+        "ratio": 1.0,
+        "declined": {"fast": "a|b"},
+        "excluded": {"odd": "3 of 4"},
+    }
+    effect = {"installed": True, "why": "", "first_ms": 10.0, "winners_ms": 9.0}
+    model = {
+        "seconds": 42.4,
+        "shapes": [shape, stays, stays, {"failed": "no room"}],
+        "pass_effect": {"batch 8": effect, "batch 9": effect | {"installed": False}},
+        "second_process": {"tuning_seconds": 0.0123, "timed": 0},
+    }
+    failing = model | {
+        "pass_effect": {"p": {"first_ms": None, "why": "broken"}},
+        "second_process": {"failed": "dead"},
+    }
+    document = {"gpu": "NVIDIA H200", "sglang": "0.5.17", "resolution": "64x64", "tuned": {"a": model, "b": failing}}
+    made = results(tuner=document)
+    took = "10.000 -> 9.000 ms"
+    tables = made["tuner"].split("\n\n")
+    first, second = (cells(one)[1:] for one in tables[1:])
+    assert first == [
+        [
+            "a",
+            "4",
+            "8x128x256: fast 0.500",
+            f"batch 8: {took}; batch 9: {took}, not installed",
+            "42",
+            "0.012 (0 timed)",
+        ],
+        ["b", "4", "8x128x256: fast 0.500", "p: broken", "42", "dead"],
+    ]
+    assert second == [["`fast`", "a/b", "4"], ["`odd`", "other bytes", "4"]]
+    assert "tuner" not in made["kernels"] + made["graph"]
 
 
 def test_each_release_is_in_one_column_that_says_what_the_plan_says(generator: dict[str, Any]) -> None:

@@ -372,6 +372,8 @@ class SingleForward(_BlockForward):
         if self._qk_norm_rope:
             both = QkInput(q, k, *call.layout.qk_norm, call.rotary.cosine, call.rotary.sine)
             self._check(can_norm_and_rotate, both)
+            if self._checking and _stock_fuses_qk(call, q, k):
+                raise Refused("stock has a kernel of its own for it here")
             qk_norm_rope(both, call.layout.qk_eps)
             return q, k
         return _stock_qk(call, q, k)
@@ -426,6 +428,12 @@ def _stock_gate() -> Callable[..., Tensor]:
 
 def _residual_gate_add(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     return residual + gate * x
+
+
+def _stock_fuses_qk(call: SingleCall, q: Tensor, k: Tensor) -> bool:
+    """Whether stock takes these strided q and k in one kernel (from 0.5.21: 24 heads, as klein-4b has)."""
+    can_use = getattr(flux_2(), "can_use_flux2_strided_qknorm_rope", None)
+    return can_use is not None and can_use(q, k, *call.layout.qk_norm, call.rotary.stock_table())
 
 
 def _stock_qk(call: SingleCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
