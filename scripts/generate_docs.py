@@ -31,7 +31,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def features() -> str:
     return table(
         ("feature", "what it does", "models", "parity", "switch"),
-        ((f"`{f.id}`", f.title, _models(f), f.parity, f"`{f.env}=0`") for f in CATALOGUE),
+        ((f"`{f.id}`", f.title, _models(f), f.parity, _switch(f)) for f in CATALOGUE),
     )
 
 
@@ -346,8 +346,14 @@ def _models(feature: Feature) -> str:
     )
 
 
+def _switch(feature: Feature) -> str:
+    return f"`{feature.env}=0`" if feature.measured else f"off; `{feature.env}=1`"
+
+
 def _state(feature: Feature, release: str) -> str:
     states = {port.name: _port_state(port, release) for port in feature.ports}
+    if not feature.measured:
+        states = {name: "off" if state == "active" else state for name, state in states.items()}
     if len(set(states.values())) == 1:
         return next(iter(states.values()))
     return ", ".join(f"{state} in {name}" for name, state in states.items())

@@ -232,7 +232,7 @@ def describe(workload: Workload, command: str) -> dict[str, Any]:
         "image_tokens": workload.image_hw[0] * workload.image_hw[1],
         "text_tokens": workload.text_tokens,
         "arch": MODELS[workload.model].arch | workload.arch,
-        "commit": os.environ.get("COMMIT") or _commit(),
+        "commit": commit(),
         "command": command,
     }
 
@@ -242,7 +242,10 @@ def write(document: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The commit that is measured; COMMIT names it where there is no repository."""
+    if named := os.environ.get("COMMIT"):
+        return named
     here = Path(__file__).parent
     found = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=False

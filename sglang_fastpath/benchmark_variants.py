@@ -19,6 +19,7 @@ from sglang_fastpath.guidance_loop import GuidanceLoop
 from sglang_fastpath.plan import Plan, State, make_plan
 
 STEP_GRAPH = "step_graph"
+FEATURES = tuple(feature for feature in CATALOGUE if feature.serves("diffusion"))
 
 
 class VariantError(RuntimeError):
@@ -192,8 +193,8 @@ class BreakableGraphs(Variant):
 
 def only(*on: str, emulate: bool = False) -> Plan:
     """The plan in which exactly these features are switched on; `emulate`: with the FP8 linear emulated."""
-    settings = envs.Settings(enabled=True, emulate=emulate, switches={f.id: f.id in on for f in CATALOGUE})
-    return make_plan(settings, contracts.installed_release())
+    settings = envs.Settings(enabled=True, emulate=emulate, switches={f.id: f.id in on for f in FEATURES})
+    return make_plan(settings, contracts.installed_release(), catalogue=FEATURES)
 
 
 def make_variants(model: str, *, ablation: bool = True, emulate: bool = False) -> dict[str, Variant]:
@@ -202,7 +203,7 @@ def make_variants(model: str, *, ablation: bool = True, emulate: bool = False) -
     `model`: features that are not for it are not ablated. `step_graph` is left out: what a feature brings to an
     eager pass would not show.
     """
-    eager = [feature.id for feature in CATALOGUE if feature.id != STEP_GRAPH]
+    eager = [feature.id for feature in FEATURES if feature.id != STEP_GRAPH]
     fast = only(*eager, emulate=emulate)
     variants = {"stock": Variant(), "fast": Variant(fast)}
     ids = [record.feature.id for record in fast.active() if not record.feature.lacks(model)]
@@ -214,7 +215,7 @@ def make_variants(model: str, *, ablation: bool = True, emulate: bool = False) -
 
 def make_graph_variants(names: Sequence[str] | None = None) -> dict[str, Variant]:
     """Eager, compiled, in graphs: stock with what it has itself, and with the plugin; or those named, and stock."""
-    features = [feature.id for feature in CATALOGUE]
+    features = [feature.id for feature in FEATURES]
     native = [id for id, record in only(*features).records.items() if record.state is State.NATIVE]
     variants = {
         "stock": Variant(),

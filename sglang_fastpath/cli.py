@@ -93,6 +93,8 @@ def features(as_json: AsJson = False) -> None:
         shown.show_header = False
         shown.add_row("why", f.why)
         shown.add_row("switch", f"{f.env}={'|'.join(f.choices)}")
+        if f.default_off:
+            shown.add_row("off by default", f.default_off)
         shown.add_row("parity", f.parity)
         for port in f.ports:
             native = f" (native since {port.native_since})" if port.native_since else ""
@@ -653,6 +655,38 @@ def bench_kernels(
     else:
         show_kernels(document)
     if not all(kernel["bitwise_equal"] for kernel in document["kernels"].values()):
+        raise typer.Exit(1)
+
+
+@bench.command("llm")
+def bench_llm(
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers; Qwen3-8B has 36.")] = 36,
+    features: Annotated[
+        str | None, typer.Option(help="These features, a,b,...; default: all of the LLM path.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the result as JSON here.")] = None,
+) -> None:
+    """Qwen3-8B's shapes in block FP8 with random weights: decode and prefill times, logits and tokens as bytes.
+
+    Exit 1 if what the plugin computes is not stock's, or a feature replaced nothing.
+    """
+    from sglang_fastpath import benchmark, llm_benchmark
+
+    known = [feature.id for feature in CATALOGUE if feature.path == "llm"]
+    wanted = known if features is None else [name.strip() for name in features.split(",")]
+    if unknown := [name for name in wanted if name not in known]:
+        sys.exit(f"sglang-fastpath: --features: no {unknown[0]!r}; known: {', '.join(known)}")
+    _require_gpu()
+    report = partial(Console(stderr=True).print, markup=False)
+    try:
+        document = llm_benchmark.run(llm_benchmark.Workload(layers=layers), features=wanted, report=report)
+    except llm_benchmark.LlmBenchmarkError as error:
+        sys.exit(f"sglang-fastpath: {error}")
+    document |= {"commit": benchmark.commit(), "command": _command()}
+    if output:
+        benchmark.write(document, output)
+    print_json(document)
+    if not document["bitwise_equal"]:
         raise typer.Exit(1)
 
 

@@ -70,7 +70,8 @@ def _machine(environ: Mapping[str, str]) -> list[Finding]:
     for need, unmet in REQUIREMENTS.items():
         why = unmet(machine)
         wanted_by = [feature.id for feature in CATALOGUE if need in feature.needs]
-        level: Literal["note", "error"] = "error" if wanted_by else "note"
+        by_default = any(feature.measured for feature in CATALOGUE if need in feature.needs)
+        level: Literal["note", "error"] = "error" if by_default else "note"
         text = f"{why}{'; needed by ' + ', '.join(wanted_by) if wanted_by else ''}" if why else "met"
         findings.append(Finding(f"needs {need}", level if why else "ok", text))
     return findings

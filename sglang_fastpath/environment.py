@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from packaging.version import Version
+
 # Architectures whose block-FP8 GEMM and scale layouts have been looked at: Hopper and datacenter Blackwell.
 SUPPORTED_SM = (90, 100, 103)
+
+# The FlashInfer whose CuTe-DSL RMSNorm `rmsnorm_quant` repeats, post releases included.
+FLASHINFER_NORM = "0.6.15"
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ def detect() -> Environment:
         cuda=torch.version.cuda,
         nvcc=find_nvcc(),
         deep_gemm=importlib.util.find_spec("deep_gemm") is not None,
-        versions={name: _version(name) for name in distributions},
+        versions={name: _version(name) for name in (*distributions, "nvidia-cutlass-dsl")},
     )
 
 
@@ -94,6 +99,20 @@ def _needs_block_fp8_kernels(env: Environment) -> str | None:
     return _needs_gpu(env) or _needs_nvcc(env) or _needs_deep_gemm(env)
 
 
+def _needs_flashinfer_norm(env: Environment) -> str | None:
+    """FlashInfer's CuTe-DSL norm in the version whose order of addition has been read, or the emulation."""
+    if env.emulated:
+        return None
+    found = env.versions.get("flashinfer-python")
+    if found is None or Version(found).base_version != FLASHINFER_NORM:
+        return f"FlashInfer {found or 'is not installed'}: only the norm of {FLASHINFER_NORM} has been read"
+    if env.versions.get("nvidia-cutlass-dsl") is None:
+        return "FlashInfer's norm is its CUDA kernel without nvidia-cutlass-dsl, which adds in another order"
+    if os.environ.get("FLASHINFER_USE_CUDA_NORM", "0") == "1":
+        return "FLASHINFER_USE_CUDA_NORM=1: FlashInfer's CUDA norm adds in another order"
+    return None
+
+
 # What a feature may ask for in `Feature.needs`; each returns why it is not met, or None.
 REQUIREMENTS: dict[str, Callable[[Environment], str | None]] = {
     "gpu": _needs_gpu,
@@ -101,4 +120,5 @@ REQUIREMENTS: dict[str, Callable[[Environment], str | None]] = {
     "nvcc": _needs_nvcc,
     "deep_gemm": _needs_deep_gemm,
     "block_fp8_kernels": _needs_block_fp8_kernels,
+    "flashinfer_norm": _needs_flashinfer_norm,
 }

@@ -40,7 +40,7 @@ class Variable:
 
 VARIABLES: tuple[Variable, ...] = (
     Variable(ENABLE, "0, 1", "0", "the plugin itself; `--plugin fastpath` sets it to 1"),
-    *(Variable(f.env, ", ".join(f.choices), "1", f.title) for f in CATALOGUE),
+    *(Variable(f.env, ", ".join(f.choices), "1" if f.measured else "0", f.title) for f in CATALOGUE),
     Variable(ONLY, "ids, comma-separated", "", "every feature not named is off, unless its own variable is 1"),
     Variable(PARITY, "bitwise, ulp", "bitwise", "whether features that are not bit-exact may run"),
     Variable(GUARD, "once, sample:N, always, off", "once", "how often a fast path is checked against stock"),
@@ -80,6 +80,8 @@ class Settings:
             return None if self.switches[feature_id] else f"{feature.env}=0"
         if self.only and feature_id not in self.only:
             return f"not in {ONLY}"
+        if not self.only and feature.default_off:
+            return feature.default_off
         if feature.parity == "ulp" and self.parity == "bitwise":
             return f"not bit-exact: {PARITY}=ulp allows it"
         return None

@@ -10,7 +10,10 @@ from typing import Literal
 
 QWEN_IMAGE = "Qwen-Image"
 FLUX2 = "FLUX.2"
-LLM = "LLMs"
+QWEN3 = "Qwen3"
+QWEN2 = "Qwen2"
+LLAMA = "Llama"
+LLM = "LLMs"  # all that SGLang's language model server runs
 
 _QWEN_IMAGE = "sglang.multimodal_gen.runtime.models.dits.qwen_image"
 _FLUX2 = "sglang.multimodal_gen.runtime.models.dits.flux_2"
@@ -20,6 +23,10 @@ _DIFFUSION_FP8 = "sglang.multimodal_gen.runtime.layers.quantization.fp8"
 _FP8_LINEAR = "sglang.srt.layers.quantization.fp8_utils"
 _DEEP_GEMM = "sglang.srt.layers.deep_gemm_wrapper.entrypoint"
 _ATTENTION = "sglang.multimodal_gen.runtime.layers.attention"
+_LLM_LAYERS = "sglang.srt.layers"
+_LLM_MODELS = "sglang.srt.models"
+_LLM_CACHE = "sglang.srt.mem_cache.memory_pool"
+_LLM_KERNELS = "sglang.kernels.ops"
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,8 @@ class Feature:
 
     `not_for` says, by model, why a model that the plugin knows has no port. `needs` are keys of
     `environment.REQUIREMENTS`. `max_ulp` is what a feature of class `ulp` may differ from stock by, under
-    SGLANG_FASTPATH_PARITY=ulp. `choices` are the values of its variable.
+    SGLANG_FASTPATH_PARITY=ulp. `choices` are the values of its variable. A feature that is not `measured` on a GPU
+    yet is off unless it is asked for by name.
     """
 
     id: str
@@ -68,6 +76,7 @@ class Feature:
     not_for: Mapping[str, str] = field(default_factory=dict)
     max_ulp: int = 0
     choices: tuple[str, ...] = ("0", "1")
+    measured: bool = True
 
     @property
     def env(self) -> str:
@@ -77,6 +86,11 @@ class Feature:
     def serves(self, path: str | None) -> bool:
         """Whether it is of use to what a process serves, "llm" or "diffusion"; None: that is not known."""
         return path is None or self.path in (path, "both")
+
+    @property
+    def default_off(self) -> str | None:
+        """Why it is off unless it is asked for by name, or None if it is on by default."""
+        return None if self.measured else f"not measured on a GPU yet; {self.env}=1 switches it on"
 
     @property
     def needs_a_gpu(self) -> bool:
@@ -99,7 +113,8 @@ class Feature:
 
     def lacks(self, model: str) -> str | None:
         """Why it does nothing in a model, or None if it has a port there."""
-        if any(model in port.models for port in self.ports):
+        names = {model, LLM} if model in (QWEN3, QWEN2, LLAMA) else {model}
+        if any(names.intersection(port.models) for port in self.ports):
             return None
         return f"{model}: {self.not_for.get(model, 'not written for it')}"
 
@@ -143,6 +158,80 @@ _FLUX2_BLOCKS = Port(
         f"{_FP8_LINEAR}:deepgemm_w8a8_block_fp8_linear_with_fallback",
     ),
 )
+
+
+# Only 0.5.17 has `MultiPlatformOp` and the kernels at these places: every other release is a drift.
+_OP_FORWARD = f"{_LLM_LAYERS}.utils.multi_platform:MultiPlatformOp.forward"
+
+_QUANTIZED_OUTPUTS = Port(
+    models=(QWEN3, QWEN2, LLAMA),
+    patch="sglang_fastpath.patches.llm.quantized_outputs",
+    sites=(
+        _OP_FORWARD,
+        f"{_LLM_LAYERS}.quantization.fp8:Fp8LinearMethod.apply",
+        f"{_LLM_MODELS}.qwen3:Qwen3DecoderLayer.__init__",
+        f"{_LLM_MODELS}.qwen2:Qwen2DecoderLayer.__init__",
+        f"{_LLM_MODELS}.llama:LlamaDecoderLayer.__init__",
+    ),
+    relies_on=(
+        f"{_LLM_MODELS}.qwen3:Qwen3DecoderLayer.forward",
+        f"{_LLM_MODELS}.qwen3:Qwen3Attention.forward_prepare_native",
+        f"{_LLM_MODELS}.qwen2:Qwen2DecoderLayer.forward",
+        f"{_LLM_MODELS}.qwen2:Qwen2Attention.forward",
+        f"{_LLM_MODELS}.qwen2:Qwen2MLP.forward",
+        f"{_LLM_MODELS}.llama:LlamaDecoderLayer.forward",
+        f"{_LLM_MODELS}.llama:LlamaAttention.forward",
+        f"{_LLM_MODELS}.llama:LlamaMLP.forward",
+        f"{_LLM_LAYERS}.communicator:LayerCommunicator.prepare_attn",
+        f"{_LLM_LAYERS}.communicator:LayerCommunicator.prepare_mlp",
+        f"{_LLM_LAYERS}.layernorm:RMSNorm.__init__",
+        f"{_LLM_LAYERS}.layernorm:RMSNorm.forward_cuda",
+        f"{_LLM_LAYERS}.activation:SiluAndMul.forward_cuda",
+        f"{_LLM_LAYERS}.linear:ColumnParallelLinear.forward",
+        f"{_LLM_LAYERS}.linear:RowParallelLinear.forward",
+        f"{_FP8_LINEAR}:deepgemm_w8a8_block_fp8_linear_with_fallback",
+        f"{_LLM_KERNELS}.activation.activation:silu_and_mul",
+        f"{_LLM_KERNELS}.quantization.fp8_kernel:sglang_per_token_group_quant_fp8",
+    ),
+)
+
+_QWEN3_ATTENTION = Port(
+    models=(QWEN3,),
+    patch="sglang_fastpath.patches.llm.qwen3_attention",
+    sites=(f"{_LLM_MODELS}.qwen3:Qwen3Attention.forward",),
+    relies_on=(
+        _OP_FORWARD,
+        f"{_LLM_MODELS}.qwen3:Qwen3Attention.__init__",
+        f"{_LLM_MODELS}.qwen3:Qwen3Attention.forward_prepare_native",
+        f"{_LLM_MODELS}.utils:apply_qk_norm",
+        f"{_LLM_LAYERS}.layernorm:RMSNorm.__init__",
+        f"{_LLM_LAYERS}.rotary_embedding.base:RotaryEmbedding.forward_cuda",
+        f"{_LLM_LAYERS}.radix_attention:RadixAttention.forward",
+        f"{_LLM_LAYERS}.attention.flashattention_backend:FlashAttentionBackend.forward_extend",
+        f"{_LLM_LAYERS}.attention.flashattention_backend:FlashAttentionBackend.forward_decode",
+        f"{_LLM_LAYERS}.utils.cp_utils:is_prefill_context_parallel_enabled",
+        f"{_LLM_CACHE}:MHATokenToKVPool.get_kv_buffer",
+        f"{_LLM_CACHE}:MHATokenToKVPool.set_kv_buffer",
+        "sglang.srt.model_executor.forward_context:get_attn_backend",
+        "sglang.srt.runtime_context:get_exec",
+    ),
+)
+
+
+def _llm(id: str, title: str, why: str, port: Port, *needs: str, not_for: Mapping[str, str] | None = None) -> Feature:
+    """One of the language models' features, which have not run on a GPU yet."""
+    return Feature(
+        id=id,
+        title=title,
+        path="llm",
+        ports=(port,),
+        parity="bitwise",
+        needs=("block_fp8_kernels", *needs),
+        why=why,
+        removal="when SGLang fuses it for block FP8 on Hopper, in prefill and decode",
+        not_for=not_for or {},
+        measured=False,
+    )
 
 
 def _block_fp8(id: str, title: str, why: str, *ports: Port, not_for: Mapping[str, str] | None = None) -> Feature:
@@ -305,6 +394,26 @@ CATALOGUE: tuple[Feature, ...] = (
         why="An eager pass launches thousands of kernels, and on many hosts the GPU waits for them. SGLang's own "
         "breakable graphs need every resolution named at start-up and leave attention outside.",
         removal="when SGLang captures whole passes, attention included, without being told the resolutions",
+    ),
+    _llm(
+        "rmsnorm_quant",
+        "residual sum, RMSNorm and quantization in one kernel; the linear behind it takes the operand as it is",
+        "Stock writes the normed rows in bf16 and reads them back to quantize them, in front of QKV and of the MLP.",
+        _QUANTIZED_OUTPUTS,
+        "flashinfer_norm",
+    ),
+    _llm(
+        "silu_quant",
+        "SiLU, product and quantization in one kernel that feeds down_proj",
+        "Stock writes the activation's rows, three times as wide as the model in Qwen3-8B, and reads them back.",
+        _QUANTIZED_OUTPUTS,
+    ),
+    _llm(
+        "qk_norm_rope_kv",
+        "QK norm, RoPE and the write into the KV cache in one kernel",
+        "Stock runs norm, RoPE, a copy of q and the cache write as four kernels over the QKV output.",
+        _QWEN3_ATTENTION,
+        not_for={QWEN2: "it has no QK norm", LLAMA: "it has no QK norm"},
     ),
 )
 

@@ -1,6 +1,7 @@
 """Layers of SGLang's own Qwen3 on a CPU: block FP8 by the torch reference, torch's attention, the paged cache."""
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from sglang_fastpath.patches.diffusion.fp8_cpu_emulation import w8a8_block_fp8_l
 from torch import Tensor, nn
 
 from sglang_fastpath import contracts, envs, hooks
-from sglang_fastpath.features import Feature
+from sglang_fastpath.features import BY_ID
 from sglang_fastpath.plan import FeatureRecord, Plan, State
 
 Q_HEADS, KV_HEADS = 16, 8
@@ -129,21 +130,15 @@ def run(layers: list[nn.Module], tokens: int, *, decode: int = 0, seed: int = 0)
 
 
 @contextmanager
-def fastpath(features: dict[str, tuple[str, tuple[str, ...]]], *, guard: str = "once") -> Iterator[Plan]:
-    """The patches of these features (id -> module, sites) in place, without the plugin around them."""
-    import importlib
-
-    records = {
-        id: FeatureRecord(
-            Feature(id, id, "llm", module, sites, (), "bitwise", (), None, "why", "removal"), State.ACTIVE
-        )
-        for id, (module, sites) in features.items()
-    }
+def fastpath(features: Iterable[str], *, guard: str = "once") -> Iterator[Plan]:
+    """The patches of these features in place, without the plugin around them."""
+    records = {id: FeatureRecord(BY_ID[id], State.ACTIVE) for id in features}
     plan = Plan(envs.Settings(enabled=True, guard=guard), contracts.installed_release(), records)
     patch = hooks.Patch()
     by_module: dict[str, dict[str, FeatureRecord]] = {}
     for id, record in records.items():
-        by_module.setdefault(record.feature.patch, {})[id] = record
+        for port in record.ports:
+            by_module.setdefault(port.patch, {})[id] = record
     for module, own in by_module.items():
         for target, wrap in importlib.import_module(module).wraps(own, plan).items():
             patch.replace(target, wrap, stock_only=False)

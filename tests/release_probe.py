@@ -123,6 +123,24 @@ def load_plugins() -> None:
         diffusion.apply_plugin_hooks()
 
 
+def import_targets() -> list[str]:
+    """Imports every stock function that the catalogue relies on, where this release has it on a machine without a
+    GPU; returns which."""
+    from sglang_fastpath import contracts, features
+
+    release = contracts.installed_release()
+    assert release
+    recorded = contracts.recorded().get(release.version, {})
+    diffusion = {
+        target for feature in features.CATALOGUE if feature.path == "diffusion" for target in feature.contract
+    }
+    sites = {site for feature in features.CATALOGUE for site in feature.sites}
+    found = [t for t in features.contract_targets() if t in diffusion or (t in sites and recorded.get(t))]
+    for target in found:
+        importlib.import_module(target.partition(":")[0])
+    return found
+
+
 def startup_file_ran() -> bool:
     return "sglang_fastpath.startup" in sys.modules
 
@@ -172,11 +190,9 @@ def be_worker(settings: dict[str, str], pickled_target: bytes, arguments: dict[s
 
 
 def report_from_worker(*_: Any, pipe_writer: "Connection", **__: Any) -> None:
-    from sglang_fastpath import contracts, features
+    from sglang_fastpath import contracts
 
-    targets = features.contract_targets()
-    for target in targets:
-        importlib.import_module(target.partition(":")[0])
+    targets = import_targets()
     replaced = [target for target in targets if contracts.is_stock(target)]
     pipe_writer.send(WorkerReport(startup_file_ran=startup_file_ran(), states=states(), replaced=replaced))
 
@@ -194,10 +210,11 @@ def build_denoisers() -> dict[str, "nn.Module"]:
 
 
 def main(path: str, *assignments: str) -> None:
-    from sglang_fastpath import contracts, features, plan, plugin
+    from sglang_fastpath import contracts, plan, plugin
 
-    for module in (*_SEAMS, *(target.partition(":")[0] for target in features.contract_targets())):
+    for module in _SEAMS:
         importlib.import_module(module)
+    import_targets()
     denoisers = build_denoisers()
     stock = {name: run(denoiser) for name, denoiser in denoisers.items()}
 

@@ -19,6 +19,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from sglang_fastpath import benchmark, plan
 from sglang_fastpath.benchmark import Comparison, Workload, summarize, unequal
 from sglang_fastpath.benchmark_variants import (
+    FEATURES,
     BreakableGraphs,
     Compiled,
     Variant,
@@ -28,7 +29,6 @@ from sglang_fastpath.benchmark_variants import (
     only,
 )
 from sglang_fastpath.denoisers import build_qwen_image, start_runtime
-from sglang_fastpath.features import CATALOGUE
 from sglang_fastpath.guidance_loop import GuidanceLoop
 from sglang_fastpath.plan import State
 
@@ -180,7 +180,7 @@ def switched_on(variant: Variant) -> set[str]:
 
 
 def test_fast_has_every_feature_but_the_graph_and_the_graph_variants_differ_in_nothing_else() -> None:
-    everything = {feature.id for feature in CATALOGUE}
+    everything = {feature.id for feature in FEATURES}
     eager, graphs = make_variants(), make_graph_variants()
     assert list(make_graph_variants(["fast", "stock+bcg"])) == ["stock", "stock+bcg", "fast"]
     assert list(graphs) == ["stock", "stock+compile", "stock+bcg", "stock+graph", "fast", "fast+graph"]
@@ -331,7 +331,7 @@ def test_without_tolerance_a_failure_is_raised(denoiser: nn.Module) -> None:
 def test_the_eager_run_says_what_each_feature_did(emulated: None) -> None:
     document = benchmark.run(TINY, steps=STEPS, rounds=1, sustained_steps=1)
     assert document["bitwise_equal"] is True and unequal(document) == []
-    assert document["features"].keys() == {feature.id for feature in CATALOGUE}
+    assert document["features"].keys() == {feature.id for feature in FEATURES}
     cache = document["features"]["cfg_mod_cache"]
     assert (
         cache["hits"] == STEPS * 2 * TINY.arch["layers"] and cache["alone_bitwise_equal"] and cache["without_ms"] > 0
@@ -360,7 +360,7 @@ def test_the_graph_run_records_what_needs_a_gpu_and_measures_the_rest(emulated: 
     assert variants["fast"]["bitwise_equal"] is variants["stock"]["bitwise_equal"] is True
     assert document["bitwise_equal"] is False, "a variant that did not run has shown nothing"
     assert unequal(document) == ["fast+graph"]
-    assert document["features"].keys() == {feature.id for feature in CATALOGUE}
+    assert document["features"].keys() == {feature.id for feature in FEATURES}
     assert document["floor_ms"] == variants["stock"]["floor_ms"]
 
 

@@ -1,5 +1,6 @@
 """Settings: every variable is read, and none can be misspelt without an error that names the right one."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,34 @@ def test_nothing_set_means_off() -> None:
     assert not settings.enabled
     assert settings.guard == "once"
     assert settings.parity == "bitwise"
-    assert all(settings.off_because(feature.id) is None for feature in CATALOGUE)
+    assert all(settings.off_because(feature.id) is None for feature in CATALOGUE if feature.measured)
 
 
 @pytest.mark.parametrize("feature", CATALOGUE, ids=lambda feature: feature.id)
 def test_each_feature_has_its_own_switch(feature) -> None:
     settings = envs.read({"SGLANG_FASTPATH": "1", feature.env: "0"})
     assert settings.off_because(feature.id) == f"{feature.env}=0"
-    others = [other.id for other in CATALOGUE if other is not feature]
-    assert all(settings.off_because(id) is None for id in others)
+    others = [other for other in CATALOGUE if other is not feature]
+    assert all(settings.off_because(other.id) == other.default_off for other in others)
+    assert envs.read({feature.env: "1"}).off_because(feature.id) is None
+
+
+def test_what_has_not_been_measured_is_off_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    feature = dataclasses.replace(CATALOGUE[0], id="unmeasured", measured=False)
+    monkeypatch.setitem(envs.BY_ID, "unmeasured", feature)
+    reason = "not measured on a GPU yet; SGLANG_FASTPATH_UNMEASURED=1 switches it on"
+    assert envs.Settings().off_because("unmeasured") == reason
+    assert envs.Settings(switches={"unmeasured": True}).off_because("unmeasured") is None
+    assert envs.Settings(switches={"unmeasured": False}).off_because("unmeasured") == "SGLANG_FASTPATH_UNMEASURED=0"
+    assert envs.Settings(only=frozenset({"unmeasured"})).off_because("unmeasured") is None
+    assert envs.Settings(only=frozenset({"another"})).off_because("unmeasured") == f"not in {envs.ONLY}"
+
+
+def test_the_table_of_variables_tells_what_is_off_by_default() -> None:
+    defaults = {variable.name: variable.default for variable in envs.VARIABLES}
+    assert {feature.id: defaults[feature.env] for feature in CATALOGUE} == {
+        feature.id: "1" if feature.measured else "0" for feature in CATALOGUE
+    }
 
 
 def test_a_features_own_switch_is_stronger_than_only() -> None:
@@ -97,8 +117,6 @@ def test_the_tuner_takes_every_backend_if_asked(value: str, on: bool, every: boo
 
 
 def test_a_feature_that_is_not_bit_exact_needs_the_ulp_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
-
     ulp = dataclasses.replace(CATALOGUE[0], id="inexact", parity="ulp")
     monkeypatch.setitem(envs.BY_ID, "inexact", ulp)
     assert "SGLANG_FASTPATH_PARITY=ulp" in (envs.read({}).off_because("inexact") or "")

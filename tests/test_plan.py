@@ -11,7 +11,8 @@ from sglang_fastpath.features import CATALOGUE
 from sglang_fastpath.plan import FeatureRecord, Plan, State, make_plan
 
 FEATURE = CATALOGUE[0]
-H200 = Environment("NVIDIA H200", 90, "13.0", "/usr/local/cuda/bin/nvcc", True, {})
+VERSIONS: dict[str, str | None] = {"flashinfer-python": "0.6.15.post1", "nvidia-cutlass-dsl": "4.5.2"}
+H200 = Environment("NVIDIA H200", 90, "13.0", "/usr/local/cuda/bin/nvcc", True, VERSIONS)
 ON = envs.Settings(enabled=True)
 
 
@@ -27,10 +28,39 @@ def release() -> contracts.Release:
     return found
 
 
-def test_on_the_installed_release_everything_is_active(release: contracts.Release) -> None:
-    plan = make_plan(ON, release, H200)
+def test_on_the_installed_release_everything_that_is_switched_on_is_active(release: contracts.Release) -> None:
+    plan = make_plan(dataclasses.replace(ON, switches={f.id: True for f in CATALOGUE}), release, H200)
     assert {id: record.state for id, record in plan.records.items()} == {f.id: State.ACTIVE for f in CATALOGUE}
     assert plan.summary("main") == f"active {len(CATALOGUE)}/{len(CATALOGUE)} (main)"
+
+
+def test_what_has_not_been_measured_is_off_and_the_status_line_says_how_to_switch_it_on(release) -> None:
+    unmeasured = {f.id: f.default_off for f in CATALOGUE if not f.measured}
+    plan = make_plan(ON, release, H200)
+    assert {id: record.reason for id, record in plan.records.items() if record.state is State.OFF} == unmeasured
+    off = ", ".join(f"{id} ({why})" for id, why in unmeasured.items())
+    assert plan.summary("main") == f"active {len(CATALOGUE) - len(unmeasured)}/{len(CATALOGUE)} (main); off: {off}"
+
+
+@pytest.mark.parametrize(
+    ("versions", "variable", "reason"),
+    [
+        ({"flashinfer-python": "0.6.15.post1", "nvidia-cutlass-dsl": "4.5.2"}, "0", None),
+        ({"flashinfer-python": "0.6.14", "nvidia-cutlass-dsl": "4.5.2"}, "0", "FlashInfer 0.6.14: only the norm of"),
+        ({"flashinfer-python": "0.7.2", "nvidia-cutlass-dsl": "4.5.2"}, "0", "FlashInfer 0.7.2: only the norm of"),
+        ({}, "0", "FlashInfer is not installed: only the norm of 0.6.15"),
+        ({"flashinfer-python": "0.6.15"}, "0", "without nvidia-cutlass-dsl"),
+        ({"flashinfer-python": "0.6.15", "nvidia-cutlass-dsl": "4.5.2"}, "1", "FLASHINFER_USE_CUDA_NORM=1"),
+    ],
+)
+def test_the_norm_must_be_flashinfers_of_the_version_that_was_read(
+    release, monkeypatch, versions, variable, reason
+) -> None:
+    monkeypatch.setenv("FLASHINFER_USE_CUDA_NORM", variable)
+    machine = dataclasses.replace(H200, versions=versions)
+    record = make_plan(ON, release, machine, needing("flashinfer_norm")).records[FEATURE.id]
+    assert record.state is (State.UNSUPPORTED if reason else State.ACTIVE)
+    assert (reason or "") in record.reason
 
 
 @pytest.mark.parametrize(

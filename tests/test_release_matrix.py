@@ -29,13 +29,16 @@ BLOCK = tuple(
 )
 EMULATED_GPU = ["off", "SGLANG_FASTPATH_EMULATE=1 emulates arithmetic, not a GPU"]
 NEEDS_A_GPU = dict.fromkeys(("gemm_tuner", "step_graph"), EMULATED_GPU)
+NOT_MEASURED = {feature.id: ["off", feature.default_off] for feature in CATALOGUE if not feature.measured}
+FLUX2_ALONE = dict.fromkeys(("gated_residual_norm", "qk_norm_rope"), ACTIVE)
+ALIKE = {**dict.fromkeys(BLOCK, ACTIVE), **FLUX2_ALONE, **NEEDS_A_GPU, **NOT_MEASURED}
 # With the FP8 linear emulated.
 STATES = {
-    "0.5.11": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE), **NEEDS_A_GPU},
-    "0.5.17": {"cfg_mod_cache": ACTIVE, **dict.fromkeys(BLOCK, ACTIVE), **NEEDS_A_GPU},
-    "0.5.19": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), **NEEDS_A_GPU},
-    "0.5.21": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), **NEEDS_A_GPU},
-    "0.5.23": {"cfg_mod_cache": NATIVE, **dict.fromkeys(BLOCK, ACTIVE), **NEEDS_A_GPU},
+    "0.5.11": {"cfg_mod_cache": ACTIVE, **ALIKE},
+    "0.5.17": {"cfg_mod_cache": ACTIVE, **ALIKE},
+    "0.5.19": {"cfg_mod_cache": NATIVE, **ALIKE},
+    "0.5.21": {"cfg_mod_cache": NATIVE, **ALIKE},
+    "0.5.23": {"cfg_mod_cache": NATIVE, **ALIKE},
 }
 # What must serve every block of the denoiser in block FP8. 0.5.11 leaves its QKV and MLP linears in bf16; from 0.5.21
 # on a CPU stock rotates q and k by complex tables, which only GPUs spare it.
@@ -213,7 +216,7 @@ def test_nothing_else_of_sglang_changes_and_all_of_it_comes_back(
 
 def test_without_gpu_and_emulation_the_fused_block_is_unsupported(probed: Callable[[str], Report]) -> None:
     report = probed(NOT_EMULATED_0_5_17)
-    states = {"cfg_mod_cache": ACTIVE, **dict.fromkeys((*BLOCK, *NEEDS_A_GPU), NO_GPU)}
+    states = {"cfg_mod_cache": ACTIVE} | {id: NO_GPU for id in ALIKE if id not in NOT_MEASURED} | NOT_MEASURED
     assert report["states"] == report["worker"]["states"] == states
     assert set(report["changed"]) == active_sites(states) | SEAMS_UNTIL_0_5_20
     assert report["plugged"] == report["stock"]
@@ -228,7 +231,8 @@ def test_a_changed_function_is_a_drift_that_names_it(probed: Callable[[str], Rep
     for id in ("cfg_mod_cache", "step_graph"):
         state, reason = report["states"][id]
         assert state == "drifted" and reason.startswith(f"{ALTERED} is changed in this copy of SGLang 0.5.17")
-    assert {id: state for id, state in report["states"].items() if state == ACTIVE} == dict.fromkeys(BLOCK, ACTIVE)
+    active = {id: state for id, state in report["states"].items() if state == ACTIVE}
+    assert active == dict.fromkeys(BLOCK, ACTIVE) | FLUX2_ALONE
     assert report["worker"]["states"] == report["states"]
     assert set(report["worker"]["replaced"]) == active_sites(report["states"])
     assert report["plugged"] == report["stock"]
@@ -238,7 +242,7 @@ def test_a_changed_function_is_a_drift_that_names_it(probed: Callable[[str], Rep
 def test_a_newer_release_is_a_drift(probed: Callable[[str], Report]) -> None:
     report = probed(UNRECORDED_0_5_24)
     expected = ["drifted", "release 0.5.24 is not recorded; recorded: 0.5.11 ... 0.5.23"]
-    assert report["states"] == {id: expected for id in BY_ID}
+    assert report["states"] == {id: expected for id in BY_ID} | NOT_MEASURED
     assert_stock_serves(report)
 
 

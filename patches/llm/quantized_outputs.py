@@ -32,8 +32,17 @@ from sglang_fastpath.patches.llm import block_fp8
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
+from sglang_fastpath.features import LLAMA, QWEN2, QWEN3
 from sglang_fastpath.guard import Verdict, is_capturing
 from sglang_fastpath.plan import FeatureRecord, Plan
+
+# The decoder layers, and the MLPs whose `forward` hands what `act_fn` returns to `down_proj` and nothing else.
+_MODELS = {
+    "sglang.srt.models.qwen3:Qwen3DecoderLayer.__init__": QWEN3,
+    "sglang.srt.models.qwen2:Qwen2DecoderLayer.__init__": QWEN2,
+    "sglang.srt.models.llama:LlamaDecoderLayer.__init__": LLAMA,
+}
+_MLPS = ("sglang.srt.models.qwen2:Qwen2MLP", "sglang.srt.models.llama:LlamaMLP")
 
 TWIN = "_sglang_fastpath_twin"
 NORM, ACTIVATION = "rmsnorm_quant", "silu_quant"
@@ -56,9 +65,13 @@ def wraps(records: Mapping[str, FeatureRecord], plan: Plan) -> dict[str, Callabl
     """The replacement of each of the features' sites, by target: `MultiPlatformOp.forward`, `Fp8LinearMethod.apply`
     and the decoder layers' `__init__`."""
     outputs = plan.kept(__name__, lambda: QuantizedOutputs(records, plan))
-    by_name = {"forward": outputs.wrap_forward, "apply": outputs.wrap_apply, "__init__": outputs.wrap_init}
-    sites = {site for record in records.values() for site in record.feature.sites}
-    return {site: by_name[site.rpartition(".")[2]] for site in sites}
+    by_name = {"forward": outputs.wrap_forward, "apply": outputs.wrap_apply}
+    port = next(iter(records.values())).feature.port_of(__name__)
+    assert port
+    return {
+        site: by_name.get(site.rpartition(".")[2]) or functools.partial(outputs.wrap_init, _MODELS[site])
+        for site in port.sites
+    }
 
 
 class QuantizedOutputs:
@@ -73,17 +86,18 @@ class QuantizedOutputs:
             weakref.WeakKeyDictionary()
         )
 
-    def wrap_init(self, init: Callable[..., None]) -> Callable[..., None]:
-        """A decoder layer's `__init__`."""
+    def wrap_init(self, model: str, init: Callable[..., None]) -> Callable[..., None]:
+        """The `__init__` of a decoder layer of this family."""
 
         @functools.wraps(init)
         def initialize(layer: Any, *args: Any, **kwargs: Any) -> None:
             init(layer, *args, **kwargs)
+            self._plan.serve(model)
             if NORM in self._records:
                 self._readers[layer.input_layernorm] = weakref.ref(layer.self_attn), "qkv_proj"
                 if hasattr(layer.mlp, "gate_up_proj"):
                     self._readers[layer.post_attention_layernorm] = weakref.ref(layer.mlp), "gate_up_proj"
-            if ACTIVATION in self._records and hasattr(layer.mlp, "act_fn"):
+            if ACTIVATION in self._records and _name(type(layer.mlp)) in _MLPS:
                 self._readers[layer.mlp.act_fn] = weakref.ref(layer.mlp), "down_proj"
 
         return initialize
@@ -223,11 +237,17 @@ class QuantizedOutputs:
         return outputs, next((operand for ours, operand in made if ours is outputs), None)
 
 
+def _name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
 def _norm_refusal(norm: Any, x: Tensor, residual: Tensor | None, addition: Tensor | None) -> str | None:
     if addition is not None:
         return "there is something to be added behind the residual"
     if norm.variance_size_override is not None or norm.cast_x_before_out_mul or norm.fp32_residual:
         return "the norm is of another kind"
+    if x.is_cuda and _norm_in_cuda():
+        return "FlashInfer's norm is its CUDA kernel here"
     if _batch_invariant():
         return "batch-invariant kernels are on"
     if torch.is_inference_mode_enabled() or x.is_inference() or (residual is not None and residual.is_inference()):
@@ -259,6 +279,14 @@ def _batch_invariant_probe() -> Callable[[], bool]:
 
 def _batch_invariant() -> bool:
     return _batch_invariant_probe()()
+
+
+@functools.cache
+def _norm_in_cuda() -> bool:
+    """Whether FlashInfer, which SGLang has imported by now, runs another norm than the one that was read."""
+    import flashinfer.norm
+
+    return bool(flashinfer.norm._USE_CUDA_NORM)
 
 
 def _stock_quantize(rows: Tensor) -> tuple[Tensor, Tensor]:

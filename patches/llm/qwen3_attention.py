@@ -29,6 +29,7 @@ from sglang_fastpath.kernels import qk_norm_rope_kv
 from sglang_fastpath.kernels.qk_norm_rope_kv import HEAD, QkvInput
 from torch import Tensor
 
+from sglang_fastpath.features import QWEN3
 from sglang_fastpath.guard import Verdict, is_capturing
 from sglang_fastpath.plan import FeatureRecord, Plan
 
@@ -41,13 +42,16 @@ Parts = tuple[Tensor, Tensor | None, Tensor | None]
 def wraps(records: Mapping[str, FeatureRecord], plan: Plan) -> dict[str, Callable[..., Any]]:
     """The replacement of the feature's site, by target."""
     (record,) = records.values()
-    (site,) = record.feature.sites
+    port = record.feature.port_of(__name__)
+    assert port
+    (site,) = port.sites
     return {site: functools.partial(_wrap, record, plan)}
 
 
 def _wrap(record: FeatureRecord, plan: Plan, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(forward)
     def attention_forward(attention: Any, positions: Tensor, hidden_states: Tensor, forward_batch: Any) -> Tensor:
+        plan.serve(QWEN3)
         refused = "torch.compile" if torch.compiler.is_compiling() else _refusal(attention, positions, forward_batch)
         pool = None if refused else _pool()
         if refused is None and isinstance(pool, str):
