@@ -354,6 +354,7 @@ CATALOGUE: tuple[Feature, ...] = (
         removal="when SGLang chooses the backend by the shape",
         max_ulp=1,
         choices=("0", "1", "all"),
+        measured=False,
     ),
     Feature(
         id="step_graph",

@@ -205,7 +205,7 @@ def time_denoiser(
 
 def _variant(winners: Mapping[Problem, Backend]) -> Variant:
     """Everything on, unguarded: the latents are compared with stock's as a whole."""
-    settings = envs.Settings(enabled=True, guard="off")
+    settings = envs.Settings(enabled=True, guard="off", switches={FEATURE: True})
     plan = make_plan(settings, contracts.installed_release())
     record = plan.records[FEATURE]
     if record.state is not State.ACTIVE:

@@ -59,7 +59,12 @@ def _through(
 
 
 def plan_with(choices: Choices | None, **settings: Any) -> Plan:
-    made = make_plan(envs.Settings(enabled=True, **settings), contracts.installed_release(), A_GPU, [BY_ID[FEATURE]])
+    made = make_plan(
+        envs.Settings(enabled=True, switches={FEATURE: True}, **settings),
+        contracts.installed_release(),
+        A_GPU,
+        [BY_ID[FEATURE]],
+    )
     assert made.records[FEATURE].state is State.ACTIVE
     if choices is not None:
         gemm_dispatch.serve(made, choices)
