@@ -2,87 +2,93 @@
 whatever is asked of the denoiser and whatever is done to it between two passes. On a CPU, with FP8 emulated."""
 
 import functools
-import gc
 import itertools
-import logging
-import math
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from denoiser_calls import call
+from block_harness import (
+    AHEAD,
+    FLAGS,
+    HOOKS,
+    Family,
+    assert_like_stock,
+    block_inputs,
+    call_context,
+    class_forward,
+    emulated,
+    failed,
+    infer,
+    launches,
+    low_rank,
+    misaligned,
+    signatures,
+    stock_output,
+    twice_all,
+    wide,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from sglang_fastpath.kernels import act_quant, gated_residual, norm_quant, qkv_epilogue
-from sglang_fastpath.patches.diffusion import block_steps, fp8_cpu_emulation, qwen_image_forward
+from sglang_fastpath.patches.diffusion import qwen_image_forward
 from stock_chains import assert_same_bytes
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from sglang_fastpath import contracts, envs, plan, plugin
-from sglang_fastpath.denoisers import build_qwen_image, denoiser_inputs, start_runtime
-from sglang_fastpath.features import CATALOGUE
+from sglang_fastpath import plugin
+from sglang_fastpath.denoisers import build_qwen_image, denoiser_inputs
 from sglang_fastpath.guidance_loop import GuidanceLoop
-from sglang_fastpath.plan import FeatureRecord, Plan, State
+from sglang_fastpath.plan import State
 
 FEATURES = ("scale_prepack", "norm_quant", "qkv_epilogue", "act_quant", "bias_fold")
 SUBSETS = [on for size in range(len(FEATURES) + 1) for on in itertools.combinations(FEATURES, size)]
 LAYERS = 2
+BLOCKS = "transformer_blocks"
 REQUEST: dict[str, Any] = {"image_hw": (3, 5), "text_tokens": 6}
 # Two prompts of different length take turns, and share the modulation of a step.
 GUIDANCE: dict[str, Any] = {"steps": 2, "image_hw": (3, 3), "text_tokens": 5, "negative_tokens": 3}
-AHEAD = "norm computed ahead"
-KERNELS = {
-    "norm_quant": norm_quant.can_use,
-    "qkv_epilogue": qkv_epilogue.can_use,
-    "act_quant": act_quant.can_use,
-    "gated_residual": gated_residual.can_use,
-}
-LAUNCHERS = (*KERNELS, "gemm", "grouped_gemm")
-launches: Counter[str] = Counter()  # in the latest pass, by kernel
-refusals: list[str] = []  # why a kernel that was launched should not have been
+
+
+def build(**arch: Any) -> Any:
+    return build_qwen_image(**{"layers": LAYERS, "fp8": True} | arch)
+
+
+FAMILY = Family(
+    build=build,
+    inputs=lambda model: denoiser_inputs(model, **REQUEST),
+    blocks={BLOCKS: FEATURES},
+    ahead_by="norm_quant",
+    forward=qwen_image_forward,
+    kernels={
+        "norm_quant": norm_quant.can_use,
+        "qkv_epilogue": qkv_epilogue.can_use,
+        "act_quant": act_quant.can_use,
+        "gated_residual": gated_residual.can_use,
+    },
+    gemms=("gemm", "grouped_gemm"),
+)
+LAUNCHERS = FAMILY.launchers
+fastpath, hits, new_hits, each, fallbacks = (
+    FAMILY.fastpath,
+    FAMILY.hits,
+    FAMILY.new_hits,
+    FAMILY.each,
+    FAMILY.fallbacks,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def emulated() -> Iterator[None]:
-    start_runtime()
-    revert = fp8_cpu_emulation.apply()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the operations are too small to share
-    yield
-    torch.set_num_threads(threads)
-    revert()
+def on_a_cpu() -> Iterator[None]:
+    with emulated():
+        yield
 
 
 @pytest.fixture(autouse=True)
-def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts `launches`. `applied` fails if a kernel was given what its `can_use` refuses."""
-    refusals.clear()
-
-    def counting(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
-        def launcher(text: Any, image: Any, *args: Any, **kwargs: Any) -> Any:
-            launches.update([name, *[AHEAD] * bool(kwargs.get("zero_added"))])
-            if name in KERNELS:
-                refusals.extend(f"{name}: {why}" for stream in (text, image) if (why := KERNELS[name](stream)))
-            return launch(text, image, *args, **kwargs)
-
-        return launcher
-
-    for name in LAUNCHERS:
-        for module in users_of(name):
-            monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
-
-
-def users_of(launcher: str) -> list[Any]:
-    """The modules that a block's forward calls it from."""
-    return [module for module in (qwen_image_forward, block_steps) if hasattr(module, launcher)]
+def watched() -> Iterator[None]:
+    with FAMILY.watched():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -107,101 +113,6 @@ def other_denoiser() -> nn.Module:
     return build(seed=1)
 
 
-def build(**arch: Any) -> Any:
-    return build_qwen_image(**{"layers": LAYERS, "fp8": True} | arch)
-
-
-@functools.cache
-def decided(on: tuple[str, ...]) -> Plan:
-    """Which features are active: to find out, SGLang's sources are read, which takes longer than a pass."""
-    switches = {feature.id: feature.id in on for feature in CATALOGUE}
-    return plan.make_plan(envs.Settings(enabled=True, emulate=True, switches=switches), contracts.installed_release())
-
-
-def make_plan(on: tuple[str, ...] = FEATURES, *, guard: str = "once", strict: bool = False) -> Plan:
-    first = decided(on)
-    records = {id: FeatureRecord(record.feature, record.state, record.reason) for id, record in first.records.items()}
-    return Plan(replace(first.settings, guard=guard, strict=strict), first.release, records)
-
-
-@contextmanager
-def applied(new: Plan) -> Iterator[Plan]:
-    plugin.apply(new)
-    try:
-        yield new
-        assert not refusals
-    finally:
-        plugin.deactivate()
-
-
-@contextmanager
-def fastpath(on: tuple[str, ...] = FEATURES, *, guard: str = "once") -> Iterator[Plan]:
-    with applied(make_plan(on, guard=guard)) as new:
-        yield new
-
-
-def infer(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    launches.clear()
-    with torch.inference_mode():
-        return call(model, inputs)
-
-
-def stock_output(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """What stock gives now. A plan in force is put aside meanwhile, and applied again."""
-    current = plan.current()
-    plugin.deactivate()
-    try:
-        return infer(model, inputs)
-    finally:
-        if current is not None:
-            plugin.apply(current)
-
-
-def assert_like_stock(model: nn.Module, inputs: dict[str, Any], *, passes: int | None = None) -> int:
-    """Compares so many passes with stock, or as many as the guard needs until it only trusts; returns how many."""
-    stock = stock_output(model, inputs)
-    current = plan.current()
-    assert current is not None
-    for count in range(1, passes or 12):
-        checks = current.guard.counters["checks"]
-        assert_same_bytes(infer(model, inputs), stock)
-        if not passes and current.guard.counters["checks"] == checks:
-            return count
-    assert passes, "the guard goes on checking the same request"
-    assert_same_bytes(infer(model, inputs), stock)
-    return passes
-
-
-def hits(new: Plan) -> dict[str, int]:
-    return {id: new.records[id].hits for id in FEATURES}
-
-
-def new_hits(new: Plan, model: nn.Module, inputs: dict[str, Any]) -> dict[str, int]:
-    """How many blocks of one more pass each feature ran in."""
-    before = hits(new)
-    infer(model, inputs)
-    return {id: count - before[id] for id, count in hits(new).items()}
-
-
-def each(count: int, *, on: tuple[str, ...] = FEATURES) -> dict[str, int]:
-    return {id: count if id in on else 0 for id in FEATURES}
-
-
-def fallbacks(new: Plan, on: tuple[str, ...] = FEATURES) -> dict[str, int]:
-    """Fallbacks by reason, which must be the same for all features in `on`."""
-    counts = [dict(new.records[id].fallbacks) for id in on]
-    assert all(count == counts[0] for count in counts)
-    return counts[0]
-
-
-def failed(new: Plan) -> list[dict[str, Any]]:
-    return [verdict for verdict in new.guard.verdicts if verdict["verdict"] != "admitted"]
-
-
-def signatures(new: Plan) -> str:
-    return "\n".join(verdict["signature"] for verdict in new.guard.verdicts)
-
-
 # --- every subset --------------------------------------------------------------------------------------------------
 
 
@@ -210,7 +121,7 @@ def test_every_subset_gives_stocks_bytes(deep, on: tuple[str, ...]) -> None:
     inputs = denoiser_inputs(deep, **REQUEST)
     with fastpath(on) as new:
         passes = assert_like_stock(deep, inputs, passes=5)
-        assert launches[AHEAD] == (2 if "norm_quant" in on else 0)
+        assert launches[AHEAD] == launches["norm_quant zero_added"] == (2 if "norm_quant" in on else 0)
         assert hits(new) == each(3 * passes, on=on)
         assert all(not new.records[id].fallbacks for id in FEATURES)
         assert not failed(new)
@@ -271,8 +182,10 @@ def test_all_features_at_the_edges_of_tiles(denoiser, image_hw: tuple[int, int],
 
 
 def test_without_text(denoiser) -> None:
-    with fastpath():
-        assert_like_stock(denoiser, denoiser_inputs(denoiser, image_hw=(2, 2), text_tokens=0))
+    with fastpath() as new:
+        passes = assert_like_stock(denoiser, denoiser_inputs(denoiser, image_hw=(2, 2), text_tokens=0))
+        assert hits(new) == each(passes * LAYERS)
+        assert not failed(new)
 
 
 @pytest.mark.parametrize("text_tokens", [2, 7])
@@ -479,12 +392,8 @@ def test_controlnet_now_and_then_ends_what_is_computed_ahead(denoiser) -> None:
         assert_like_stock(denoiser, plain)
         assert not launches[AHEAD]
         assert not failed(new)
-        assert in_vain(new) == 2
+        assert FAMILY.in_vain(new) == 2
     assert computed == [1, 1, 0, 0]
-
-
-def in_vain(new: Plan) -> int:
-    return sum(count for why, count in new.records["norm_quant"].fallbacks.items() if "in vain" in why)
 
 
 def test_blocks_that_are_skipped_now_and_then_end_what_is_computed_ahead() -> None:
@@ -497,32 +406,32 @@ def test_blocks_that_are_skipped_now_and_then_end_what_is_computed_ahead() -> No
         for blocks in ((first, second, third), (first, third)) * 4:
             model.transformer_blocks = nn.ModuleList(blocks)
             assert_like_stock(model, inputs)
-            misses.append(in_vain(new))
+            misses.append(FAMILY.in_vain(new))
         assert not failed(new)
     assert misses[-1] == misses[-3] <= 2, "after the first block comes now this one, now that"
 
 
 def test_a_block_called_by_position_is_stocks(denoiser) -> None:
-    inputs = block_inputs(denoiser)
+    inputs = first_block_inputs(denoiser)
     names = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb_img_silu", "temb_txt_silu")
     arguments = [inputs.pop(name) for name in names]
-    assert_block_left_to_stock(denoiser, "by position", lambda: denoiser.transformer_blocks[0](*arguments, **inputs))
+    FAMILY.check_a_call_is_left_to_stock("by position", lambda: denoiser.transformer_blocks[0](*arguments, **inputs))
 
 
 def test_a_block_given_a_text_mask_alone_is_stocks(denoiser) -> None:
-    inputs = block_inputs(denoiser) | {"encoder_hidden_states_mask": text_mask(6, 4)}
-    assert_block_left_to_stock(denoiser, "mask of its own", lambda: denoiser.transformer_blocks[0](**inputs))
+    inputs = first_block_inputs(denoiser) | {"encoder_hidden_states_mask": text_mask(6, 4)}
+    FAMILY.check_a_call_is_left_to_stock("mask of its own", lambda: denoiser.transformer_blocks[0](**inputs))
 
 
 def test_streams_that_are_not_contiguous_are_stocks(denoiser) -> None:
-    inputs = block_inputs(denoiser)
+    inputs = first_block_inputs(denoiser)
     inputs["hidden_states"] = torch.cat([inputs["hidden_states"]] * 2, dim=-1)[..., :256]
-    assert_block_left_to_stock(denoiser, "not contiguous", lambda: denoiser.transformer_blocks[0](**inputs))
+    FAMILY.check_a_call_is_left_to_stock("not contiguous", lambda: denoiser.transformer_blocks[0](**inputs))
 
 
 def test_a_rotary_table_that_the_kernel_refuses_is_stocks(denoiser) -> None:
     """Of the same shape as one that was admitted before."""
-    inputs = block_inputs(denoiser)
+    inputs = first_block_inputs(denoiser)
     double = tuple(table.double() for table in inputs["image_rotary_emb"])
     block = denoiser.transformer_blocks[0]
     with torch.inference_mode(), call_context():
@@ -534,78 +443,16 @@ def test_a_rotary_table_that_the_kernel_refuses_is_stocks(denoiser) -> None:
                 assert_same_bytes(block(**inputs | {"image_rotary_emb": double}), stock)
 
 
-def block_inputs(model: nn.Module) -> dict[str, Any]:
-    """What the first block is given in a pass."""
-    seen: list[dict[str, Any]] = []
-    hook = model.transformer_blocks[0].register_forward_pre_hook(
-        lambda block, args, kwargs: seen.append(kwargs), with_kwargs=True
-    )
-    infer(model, denoiser_inputs(model, **REQUEST))
-    hook.remove()
-    return seen[0]
-
-
-@contextmanager
-def call_context() -> Iterator[None]:
-    from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
-
-    with set_forward_context(current_timestep=0, attn_metadata=None):
-        yield
-
-
-def assert_block_left_to_stock(model: nn.Module, reason: str, run: Callable[[], object]) -> None:
-    with torch.inference_mode(), call_context():
-        stock = run()
-        with fastpath() as new:
-            for _ in range(2):
-                assert_same_bytes(run(), stock)
-            assert hits(new) == each(0)
-            ((why, count),) = fallbacks(new).items()
-    assert reason in why
-    assert count == 2
+def first_block_inputs(model: nn.Module) -> dict[str, Any]:
+    return block_inputs(model, f"{BLOCKS}.0", FAMILY.inputs(model))
 
 
 # --- LoRA, hooks, replaced modules ---------------------------------------------------------------------------------
 
 
-def low_rank(linear: Any, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    a = torch.randn(4, linear.input_size, generator=generator).bfloat16()
-    b = (0.1 * torch.randn(linear.output_size, 4, generator=generator)).bfloat16()
-    return a, b
-
-
 @pytest.mark.parametrize("path", ["1.attn.add_k_proj", "1.attn.to_out.0", "0.txt_mlp.net.0.proj", "1.img_mlp.net.2"])
 def test_lora_comes_changes_and_goes(path: str) -> None:
-    from sglang.multimodal_gen.runtime.layers.lora.linear import replace_submodule, wrap_with_lora_layer
-
-    model = build()
-    name = f"transformer_blocks.{path}"
-    inputs = denoiser_inputs(model, **REQUEST)
-    bare = infer(model, inputs)
-    with fastpath() as new:
-        assert_like_stock(model, inputs)
-        linear = model.get_submodule(name)
-        wrapper = wrap_with_lora_layer(linear, lora_rank=4, lora_alpha=8)
-        replace_submodule(model, name, wrapper)
-        outputs = [bare]
-        for stage in range(4):
-            if stage:
-                wrapper.set_lora_weights(*low_rank(linear, stage), clear_existing=True, merge_weights=stage == 3)
-                outputs.append(stock_output(model, inputs))
-            assert_like_stock(model, inputs, passes=2)
-        assert fallbacks(new) == {f"{path[2:]} is a {type(wrapper).__name__}": 8}, "of one block, in eight passes"
-        assert new_hits(new, model, inputs) == each(LAYERS - 1)
-
-        replace_submodule(model, name, linear)  # with the last adapter merged into its weight
-        assert_like_stock(model, inputs)
-        assert new_hits(new, model, inputs) == each(LAYERS)
-        wrapper.unmerge_lora_weights()
-        assert_like_stock(model, inputs)
-        assert new_hits(new, model, inputs) == each(LAYERS)
-        assert_same_bytes(infer(model, inputs), bare)
-        assert not failed(new)
-    assert len({output.view(torch.uint8).numpy().tobytes() for output in outputs}) == 4, "each adapter counts"
+    FAMILY.check_lora_comes_changes_and_goes(f"{BLOCKS}.{path}")
 
 
 def test_lora_on_the_modulation_reaches_the_fused_forward() -> None:
@@ -627,188 +474,63 @@ def test_lora_on_the_modulation_reaches_the_fused_forward() -> None:
         assert not failed(new)
 
 
-HOOKS = ("register_forward_hook", "register_forward_pre_hook")
-
-
 @pytest.mark.parametrize("register", HOOKS)
 def test_hooks_on_any_module_of_a_block_run_as_often_as_in_stock(register: str) -> None:
-    model = build()
     # On a GPU stock itself goes around the layer norm within a norm.
-    modules = {path: m for path, m in model.transformer_blocks[1].named_modules() if not path.endswith(".norm")}
-    inputs = denoiser_inputs(model, **REQUEST)
-    runs: Counter[str] = Counter()
-
-    def hook(path: str) -> Any:
-        return getattr(modules[path], register)(lambda *_: runs.update([path]))
-
-    handles = [hook(path) for path in modules]
-    infer(model, inputs)
-    stock = dict(runs)
-    for handle in handles:
-        handle.remove()
-    runs.clear()
-    wrong = {}
-    with fastpath() as new:
-        assert_like_stock(model, inputs)
-        for path in modules:
-            handle = hook(path)
-            infer(model, inputs)
-            handle.remove()
-            if runs[path] < stock.get(path, 0):
-                wrong[path] = runs[path]
-        assert_like_stock(model, inputs)
-        assert new_hits(new, model, inputs) == each(LAYERS)
-        assert not failed(new)
-    assert {"", "attn", "attn.attn", "attn.to_q", "img_mlp", "img_mlp.net.2", "img_norm1"} <= stock.keys()
-    assert not wrong, f"ran less often than {stock}"
+    some = {"", "attn", "attn.attn", "attn.to_q", "img_mlp", "img_mlp.net.2", "img_norm1"}
+    FAMILY.check_hooks_run_as_often_as_in_stock(register, f"{BLOCKS}.1", some=some, skipped=(".norm",))
 
 
 def test_hooks_that_change_what_a_module_returns() -> None:
-    model = build()
-    inputs = denoiser_inputs(model, **REQUEST)
-    block = model.transformer_blocks[1]
-
-    def doubled(module: nn.Module, args: Any, output: Any) -> Any:
-        return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
-
-    with fastpath() as new:
-        assert_like_stock(model, inputs)
-        bare = infer(model, inputs)
-        for path in ("attn.to_v", "attn", "img_mlp.net.0.proj", "img_mlp", "img_norm2", "txt_norm1", "img_mod.1"):
-            with block.get_submodule(path).register_forward_hook(doubled):
-                assert_like_stock(model, inputs, passes=3)
-                assert not torch.equal(infer(model, inputs), bare), path
-        assert_like_stock(model, inputs)
-        assert new_hits(new, model, inputs) == each(LAYERS)
-        assert not failed(new)
-
-
-def write_into(stream: Tensor) -> None:
-    stream.add_(1)
+    names = ("attn.to_v", "attn", "img_mlp.net.0.proj", "img_mlp", "img_norm2", "txt_norm1", "img_mod.1")
+    FAMILY.check_hooks_that_change_what_a_module_returns(*(f"{BLOCKS}.1.{name}" for name in names))
 
 
 @pytest.mark.parametrize("where", ["after the block", "before the next one"])
 def test_hooks_that_write_into_the_streams_between_two_blocks(where: str) -> None:
-    """In place: the next block is given the very tensors that this one returned, with other values."""
-    model = build()
-    inputs = denoiser_inputs(model, **REQUEST)
-    first, second = model.transformer_blocks
-    with fastpath() as new:
-        assert_like_stock(model, inputs)
-        bare = infer(model, inputs)
+    def write_into(stream: Tensor) -> None:
+        stream.add_(1)
+
+    def hook(model: Any) -> Any:
+        first, second = model.transformer_blocks
         if where == "after the block":
-            handle = first.register_forward_hook(lambda block, args, output: write_into(output[1]))
-        else:
-            handle = second.register_forward_pre_hook(
-                lambda block, args, kwargs: write_into(kwargs["hidden_states"]), with_kwargs=True
-            )
-        with handle:
-            assert_like_stock(model, inputs)
-            assert not torch.equal(infer(model, inputs), bare)
-            assert new_hits(new, model, inputs) == each(LAYERS)
-        assert_like_stock(model, inputs)
-        assert not failed(new)
+            return first.register_forward_hook(lambda block, args, output: write_into(output[1]))
+        return second.register_forward_pre_hook(
+            lambda block, args, kwargs: write_into(kwargs["hidden_states"]), with_kwargs=True
+        )
+
+    FAMILY.check_hooks_that_write_between_two_blocks(hook)
 
 
 def test_global_hooks_see_every_module(denoiser) -> None:
-    """`register_module_forward_hook`: profilers and debuggers hook all modules of the process."""
-    inputs = denoiser_inputs(denoiser, **REQUEST)
-    runs: Counter[str] = Counter()
-    names = {module: name for name, module in denoiser.named_modules()}
-
-    def passes_seen() -> dict[str, int]:
-        runs.clear()
-        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: runs.update([names[module]]))
-        with handle:
-            infer(denoiser, inputs)
-        return dict(runs)
-
-    stock = passes_seen()
-    with fastpath():
-        assert_like_stock(denoiser, inputs)
-        assert passes_seen() == stock
+    FAMILY.check_global_hooks_see_every_module(denoiser)
 
 
 @pytest.mark.parametrize("path", ["attn.to_v", "img_mlp.net.0.proj", "img_norm2", "attn"])
 def test_a_forward_replaced_on_one_module_is_noticed(path: str) -> None:
-    """As LoRA networks and offloading tools outside SGLang do it."""
-    model = build()
-    inputs = denoiser_inputs(model, **REQUEST)
-    with fastpath() as new:
-        assert_like_stock(model, inputs)
-        bare = infer(model, inputs)
-        module = model.transformer_blocks[1].get_submodule(path)
-        original = module.forward
-
-        def doubled(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
-            return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
-
-        module.forward = doubled
-        assert not torch.equal(stock_output(model, inputs), bare)
-        assert_like_stock(model, inputs, passes=3)
-        del module.forward
-        assert_like_stock(model, inputs)
-        assert new_hits(new, model, inputs) == each(LAYERS)
+    FAMILY.check_a_forward_replaced_on_one_module_is_noticed(f"{BLOCKS}.1.{path}")
 
 
-class Doubled(nn.Module):
-    """Around any module, without its attributes."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.inner(*args, **kwargs)
-        return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
-
-
+@pytest.mark.parametrize("on", [FEATURES, FAMILY.others("scale_prepack")], ids=["all", "nothing merged"])
 @pytest.mark.parametrize(
-    "path",
-    [
-        "img_mlp.net.2",
-        "img_mlp.net.0",
-        "img_mlp",
-        "img_norm1",
-        "attn.norm_added_q",
-        "attn",
-    ],
+    "path", ["img_mlp.net.2", "img_mlp.net.0", "img_mlp", "img_norm1", "attn.norm_added_k", "attn"]
 )
-def test_a_replaced_module_is_noticed(path: str) -> None:
-    model = build()
-    inputs = denoiser_inputs(model, **REQUEST)
-    parent, _, name = f"transformer_blocks.1.{path}".rpartition(".")
-    with fastpath() as new:
-        assert_like_stock(model, inputs)
-        original = model.get_submodule(f"{parent}.{name}")
-        # In the dictionary: blocks read attributes of some modules (`eps`), which the wrapper lacks.
-        wrapped = Doubled(original)
-        if hasattr(original, "eps"):
-            wrapped.eps = original.eps
-            wrapped.norm = original.norm if hasattr(original, "norm") else None
-        if hasattr(original, "variance_epsilon"):
-            wrapped.variance_epsilon, wrapped.weight = original.variance_epsilon, original.weight
-        model.get_submodule(parent)._modules[name] = wrapped
-        assert_like_stock(model, inputs, passes=3)
-        model.get_submodule(parent)._modules[name] = original
-        assert_like_stock(model, inputs)
-        assert new_hits(new, model, inputs) == each(LAYERS)
+def test_a_replaced_module_is_noticed(path: str, on: tuple[str, ...]) -> None:
+    FAMILY.check_a_replaced_module_is_noticed(f"{BLOCKS}.1.{path}", on)
+
+
+@pytest.mark.parametrize("on", [FEATURES, FAMILY.others("scale_prepack")], ids=["all", "nothing merged"])
+def test_a_norm_with_another_epsilon_is_not_computed_ahead_with_the_old_one(on: tuple[str, ...]) -> None:
+    FAMILY.check_norms_with_another_epsilon(f"{BLOCKS}.1", ("img_norm1", "txt_norm1", "img_norm2", "txt_norm2"), on)
+
+
+@pytest.mark.parametrize("change", [wide, misaligned])
+@pytest.mark.parametrize("path", ["attn.norm_q", "attn.norm_added_k"])
+def test_a_qk_norm_whose_weight_the_kernel_cannot_read_is_noticed(path: str, change: Any) -> None:
+    FAMILY.check_a_qk_norm_whose_weight_cannot_be_read(f"{BLOCKS}.1", path, change)
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
-
-
-def copy_into(owner: nn.Module, name: str, value: Tensor) -> None:
-    owner._parameters[name].data.copy_(value)
-
-
-def new_data(owner: nn.Module, name: str, value: Tensor) -> None:
-    owner._parameters[name].data = value
-
-
-def new_parameter(owner: nn.Module, name: str, value: Tensor) -> None:
-    setattr(owner, name, nn.Parameter(value, requires_grad=False))
 
 
 @pytest.mark.parametrize(
@@ -825,147 +547,37 @@ def new_parameter(owner: nn.Module, name: str, value: Tensor) -> None:
     ],
 )
 def test_a_changed_parameter_is_used_at_once(path: str) -> None:
-    model = build()
-    inputs = denoiser_inputs(model, **REQUEST)
-    owner, _, name = f"transformer_blocks.{path}".rpartition(".")
-    module = model.get_submodule(owner)
-    with fastpath() as new:
-        assert_like_stock(model, inputs)
-        output = infer(model, inputs)
-        for change in (copy_into, new_data, new_parameter, copy_into):
-            value, before = module.get_parameter(name).data, output
-            change(module, name, (0.5 * value.float()).to(value.dtype))
-            assert_like_stock(model, inputs, passes=1)
-            output = infer(model, inputs)
-            assert not torch.equal(output, before), change.__name__
-        assert_like_stock(model, inputs)
-        assert new_hits(new, model, inputs) == each(LAYERS)
-        assert not failed(new)
+    FAMILY.check_a_changed_parameter_is_used_at_once(f"{BLOCKS}.{path}")
 
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_reloaded_weights_are_as_loaded_afresh(assign: bool) -> None:
-    model, another = build(), build(seed=1)
-    states = [{name: value.clone() for name, value in m.state_dict().items()} for m in (model, another)]
-    inputs = denoiser_inputs(model, **REQUEST)
-    fresh = [infer(m, inputs) for m in (model, another)]
-    assert not torch.equal(*fresh)
-    with fastpath() as new:
-        for index in (0, 1, 0, 1):
-            model.load_state_dict({name: value.clone() for name, value in states[index].items()}, assign=assign)
-            for _ in range(2):
-                assert_same_bytes(infer(model, inputs), fresh[index])
-        assert hits(new) == each(4 * 2 * LAYERS)
-        assert not failed(new)
+    FAMILY.check_reloaded_weights_are_as_loaded_afresh(assign=assign)
 
 
 def test_parameters_that_move_in_every_pass_stay_fused_and_leave_nothing_behind() -> None:
-    """What an offload of the whole denoiser between requests amounts to."""
-    model = build()
-    inputs = denoiser_inputs(model, **REQUEST)
-    stock = infer(model, inputs)
-    left: list[StorageWeakRef] = []
-    with fastpath() as new:
-        for _ in range(4):
-            left += [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
-            for parameter in model.parameters():
-                parameter.data = parameter.data.clone()
-            assert_same_bytes(infer(model, inputs), stock)
-        assert hits(new) == each(4 * LAYERS)
-        assert not failed(new)
-        gc.collect()
-        assert all(storage.expired() for storage in left), "no merged tensor outlives its parameters"
+    FAMILY.check_parameters_that_move_in_every_pass_leave_nothing_behind()
 
 
 def test_layerwise_offload_keeps_the_linears_apart() -> None:
-    """Hooks fetch a block's weights before it runs, and drop them after it."""
-    model = build()
-    inputs = denoiser_inputs(model, **REQUEST)
-    stock = infer(model, inputs)
-    host = {parameter: parameter.data for parameter in model.transformer_blocks.parameters()}
-
-    def fetch(block: nn.Module, *_: Any) -> None:
-        for parameter in block.parameters():
-            parameter.data = host[parameter].clone()
-
-    def drop(block: nn.Module, *_: Any) -> None:
-        for parameter in block.parameters():
-            parameter.data = torch.empty(1, dtype=parameter.dtype)
-
-    for block in model.transformer_blocks:
-        drop(block)
-        block.register_forward_pre_hook(fetch)
-        block.register_forward_hook(drop)
-    others = tuple(id for id in FEATURES if id != "scale_prepack")
-    with fastpath() as new:
-        for _ in range(4):
-            assert_same_bytes(infer(model, inputs), stock)
-        assert hits(new) == each(4 * LAYERS, on=others)
-        assert any("layerwise offload" in why for why in new.records["scale_prepack"].fallbacks)
-        assert not launches[AHEAD], "the next block has no weights yet"
-        assert not failed(new)
+    FAMILY.check_layerwise_offload_keeps_the_linears_apart()
 
 
-@pytest.mark.parametrize("flag", ["dit_cpu_offload", "dit_layerwise_offload", "use_fsdp_inference"])
+@pytest.mark.parametrize("flag", FLAGS)
 def test_offload_by_flag_keeps_the_linears_apart(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
-    from sglang.multimodal_gen.runtime.server_args import get_global_server_args
-
-    monkeypatch.setattr(get_global_server_args(), flag, True)
-    model = build()
-    addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    with fastpath() as new:
-        assert_like_stock(model, denoiser_inputs(model, **REQUEST), passes=2)
-        assert new.records["scale_prepack"].hits == 0
-        assert any(f"--{flag.replace('_', '-')}" in why for why in new.records["scale_prepack"].fallbacks)
-        assert new.records["act_quant"].hits == 2 * LAYERS
-    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+    FAMILY.check_offload_by_flag_keeps_the_linears_apart(monkeypatch, flag)
 
 
 def test_merging_changes_nothing_that_is_saved(tmp_path: Path) -> None:
-    model = build()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    parameters = dict(model.named_parameters())
-    with fastpath():
-        assert_like_stock(model, denoiser_inputs(model, **REQUEST))
-    after = model.state_dict()
-    assert dict(model.named_parameters()) == parameters, "the same objects under the same names"
-    assert list(after) == list(before)
-    for name, value in before.items():
-        assert_same_bytes(after[name], value)
-    save_file(after, tmp_path / "model.safetensors")
-    saved = load_file(tmp_path / "model.safetensors")
-    assert saved.keys() == before.keys()
-    for name, value in before.items():
-        assert_same_bytes(saved[name], value)
-    size = (tmp_path / "model.safetensors").stat().st_size
-    assert size < 1.01 * sum(value.nbytes for value in before.values())
+    FAMILY.check_merging_changes_nothing_that_is_saved(tmp_path)
 
 
 def test_a_denoiser_that_is_dropped_is_freed() -> None:
-    model = build()
-    inputs = denoiser_inputs(model, **REQUEST)
-    with fastpath() as new:
-        assert_like_stock(model, inputs)
-        assert new_hits(new, model, inputs) == each(LAYERS)
-        storages = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
-        block = weakref.ref(model.transformer_blocks[1])
-        del model
-        gc.collect()
-        assert block() is None
-        assert all(storage.expired() for storage in storages)
+    FAMILY.check_a_denoiser_that_is_dropped_is_freed()
 
 
 def test_two_denoisers_in_turns_share_one_plan(denoiser, other_denoiser) -> None:
-    inputs = denoiser_inputs(denoiser, **REQUEST)
-    stock = [infer(model, inputs) for model in (denoiser, other_denoiser)]
-    assert not torch.equal(*stock)
-    with fastpath() as new:
-        for _ in range(6):
-            for model, expected in zip((denoiser, other_denoiser), stock, strict=True):
-                assert_same_bytes(infer(model, inputs), expected)
-        assert launches[AHEAD] == LAYERS - 1
-        assert hits(new) == each(2 * 6 * LAYERS)
-        assert not failed(new)
+    FAMILY.check_two_denoisers_in_turns_share_one_plan(denoiser, other_denoiser)
 
 
 # --- blocks of another kind ----------------------------------------------------------------------------------------
@@ -995,9 +607,8 @@ def gathered(block: Any) -> None:
     block.attn.to_q.gather_output = True
 
 
-def misaligned(block: Any) -> None:
-    weight = block.attn.to_q.weight
-    weight.data = torch.empty(weight.numel() + 8, dtype=weight.dtype)[8:].view(weight.shape).copy_(weight.data)
+def misaligned_weight(block: Any) -> None:
+    block.attn.to_q.weight.data = misaligned(block.attn.to_q.weight.data)
 
 
 @pytest.mark.parametrize(
@@ -1009,19 +620,12 @@ def misaligned(block: Any) -> None:
         (wide_bias, "torch.float32 bias"),
         (two_ranks, "tensor parallelism over 2 ranks"),
         (gathered, "attn.to_q gathers its output"),
-        (misaligned, "attn.to_q is not 16-byte aligned"),
+        (misaligned_weight, "attn.to_q is not 16-byte aligned"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_block_of_another_kind_is_stocks(change: Callable[[Any], None], reason: str) -> None:
-    model = build()
-    change(model.transformer_blocks[1])
-    with fastpath() as new:
-        assert_like_stock(model, denoiser_inputs(model, **REQUEST), passes=3)
-        assert hits(new) == each(3 * (LAYERS - 1)), "the other blocks are fused"
-        ((why, count),) = fallbacks(new).items()
-    assert reason in why
-    assert count == 3
+    FAMILY.check_a_block_of_another_kind_is_stocks(f"{BLOCKS}.1", change, reason)
 
 
 @pytest.mark.parametrize(
@@ -1046,74 +650,21 @@ def test_a_denoiser_of_another_kind_is_stocks(model: dict[str, Any], reason: str
 
 
 def test_gradients_are_stocks(denoiser) -> None:
-    inputs = denoiser_inputs(denoiser, **REQUEST)
-    stock = infer(denoiser, inputs)
-    with fastpath() as new:
-        for _ in range(2):
-            assert_same_bytes(call(denoiser, inputs).detach(), stock)
-        assert hits(new) == each(0)
-        assert fallbacks(new) == {"gradients are enabled": 2 * LAYERS}
-        with torch.no_grad():
-            for _ in range(3):
-                assert_same_bytes(call(denoiser, inputs), stock)
-        assert hits(new) == each(3 * LAYERS)
+    FAMILY.check_gradients_are_stocks(denoiser)
 
 
 def test_autocast_is_stocks(denoiser) -> None:
-    inputs = denoiser_inputs(denoiser, **REQUEST)
-    with torch.autocast("cpu", dtype=torch.bfloat16), fastpath() as new:
-        assert_like_stock(denoiser, inputs, passes=2)
-        assert hits(new) == each(0)
-        ((why, count),) = fallbacks(new).items()
-    assert "autocast" in why
-    assert count == 2 * LAYERS
+    FAMILY.check_autocast_is_stocks(denoiser)
 
 
 # --- failures ------------------------------------------------------------------------------------------------------
 
 
-def tensors_of(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, tuple):
-        for part in output:
-            yield from tensors_of(part)
-
-
-@contextmanager
-def failing(name: str, error: Exception) -> Iterator[Counter[str]]:
-    """The launcher `name` scribbles over what it returned and raises; counts its calls."""
-    calls: Counter[str] = Counter()
-
-    def scribble(launch: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        calls[name] += 1
-        for tensor in tensors_of(launch(*args, **kwargs)):
-            tensor.fill_(math.nan)
-        raise error
-
-    with pytest.MonkeyPatch.context() as patched:
-        for module in users_of(name):
-            patched.setattr(module, name, functools.partial(scribble, getattr(module, name)))
-        yield calls
-
-
 @pytest.mark.parametrize("warm", [False, True], ids=["from the start", "once admitted"])
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_kernel_that_fails_after_writing_is_banned(denoiser, name: str, warm: bool) -> None:
-    inputs = denoiser_inputs(denoiser, **REQUEST)
-    with fastpath() as new:
-        if warm:
-            assert_like_stock(denoiser, inputs)
-            assert not failed(new)
-        with failing(name, RuntimeError("CUDA error: scribbled")) as calls:
-            assert_like_stock(denoiser, inputs, passes=3)
-            settled = calls[name]
-            assert_like_stock(denoiser, inputs, passes=1)
-            assert calls[name] == settled, "what failed is not tried again"
-        assert settled or (warm and name == "gemm"), "all of its GEMMs may run grouped"
-        assert bool(failed(new)) is bool(settled)
-        assert all("scribbled" in verdict["reason"] for verdict in failed(new))
-        assert_like_stock(denoiser, inputs, passes=2)
+    # All GEMMs may run grouped.
+    FAMILY.check_a_kernel_that_fails_after_writing_is_banned(denoiser, name, warm=warm, unused=name == "gemm")
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["from the start", "once admitted"])
@@ -1126,7 +677,7 @@ def test_a_kernel_may_fail_in_any_way(denoiser, error: type[Exception], warm: bo
     with fastpath(("qkv_epilogue",)) as new:
         if warm:
             assert_like_stock(denoiser, inputs)
-        with failing("qkv_epilogue", error("scribbled")) as calls:
+        with FAMILY.failing("qkv_epilogue", error("scribbled")) as calls:
             assert_like_stock(denoiser, inputs, passes=2)
         assert calls["qkv_epilogue"]
         assert failed(new)
@@ -1134,39 +685,12 @@ def test_a_kernel_may_fail_in_any_way(denoiser, error: type[Exception], warm: bo
 
 @pytest.mark.parametrize("warm", [False, True], ids=["from the start", "once admitted"])
 def test_out_of_memory_in_a_kernel_bans_nothing(denoiser, warm: bool) -> None:
-    inputs = denoiser_inputs(denoiser, **REQUEST)
-    with fastpath() as new:
-        if warm:
-            assert_like_stock(denoiser, inputs)
-        with failing("norm_quant", torch.OutOfMemoryError("scribbled")) as calls:
-            assert_like_stock(denoiser, inputs, passes=2)
-        assert calls["norm_quant"]
-        assert not failed(new)
-        assert_like_stock(denoiser, inputs)
-        assert new_hits(new, denoiser, inputs) == each(LAYERS)
+    FAMILY.check_out_of_memory_in_a_kernel_bans_nothing(denoiser, "norm_quant", warm=warm)
 
 
 def test_out_of_memory_while_merging_leaves_the_linears_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build()
-    inputs = denoiser_inputs(model, **REQUEST)
-    allocate, taken = torch.empty, 0
-
-    def empty(*size: Any, **options: Any) -> Tensor:
-        nonlocal taken
-        if options.get("dtype") is torch.float8_e4m3fn:
-            taken += 1
-            if taken == 4:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-        result: Tensor = allocate(*size, **options)
-        return result
-
-    with fastpath(("scale_prepack", "qkv_epilogue")) as new:
-        monkeypatch.setattr(torch, "empty", empty)
-        stock = stock_output(model, inputs)
-        for _ in range(3):
-            assert_same_bytes(infer(model, inputs), stock)
-        assert taken >= 4
-        assert new.records["qkv_epilogue"].hits == 3 * LAYERS
+    on = ("scale_prepack", "qkv_epilogue")
+    FAMILY.check_out_of_memory_while_merging_leaves_the_linears_apart(monkeypatch, on, fails=4)
 
 
 # --- guard, plan and site ------------------------------------------------------------------------------------------
@@ -1174,97 +698,28 @@ def test_out_of_memory_while_merging_leaves_the_linears_apart(monkeypatch: pytes
 
 @pytest.mark.parametrize("guard", ["always", "sample:2"])
 def test_a_guard_that_checks_again(denoiser, guard: str) -> None:
-    with fastpath(guard=guard) as new:
-        assert_like_stock(denoiser, denoiser_inputs(denoiser, **REQUEST), passes=8)
-        assert hits(new) == each(8 * LAYERS)
-        assert not fallbacks(new)
-        assert not failed(new)
-        checks = new.guard.counters["checks"]
-        assert checks >= (8 * LAYERS if guard == "always" else 8)
+    FAMILY.check_a_guard_that_checks_again(denoiser, guard)
 
 
 def test_a_guard_that_is_off(denoiser) -> None:
-    with fastpath(guard="off") as new:
-        assert_like_stock(denoiser, denoiser_inputs(denoiser, **REQUEST), passes=4)
-        assert hits(new) == each(4 * LAYERS)
-        assert new.guard.counters["checks"] == 0
-        assert launches[AHEAD]
+    FAMILY.check_a_guard_that_is_off(denoiser)
 
 
 def test_the_site_is_restored_and_a_plan_keeps_what_it_learned(denoiser) -> None:
-    block_type = type(denoiser.transformer_blocks[0])
-    original = vars(block_type)["forward"]
-    inputs = denoiser_inputs(denoiser, **REQUEST)
-    stock = infer(denoiser, inputs)
-    new = make_plan()
-    with applied(new):
-        replacement = vars(block_type)["forward"]
-        assert replacement is not original
-        assert replacement.__wrapped__ is original, "one wrapper for five features"
-    assert vars(block_type)["forward"] is original
-    with applied(new):
-        passes = assert_like_stock(denoiser, inputs)
-    checks = new.guard.counters["checks"]
-    assert_same_bytes(infer(denoiser, inputs), stock)
-    assert not launches
-    with applied(new):
-        assert_same_bytes(infer(denoiser, inputs), stock)
-        assert launches[AHEAD] == LAYERS - 1
-        assert hits(new) == each((passes + 1) * LAYERS)
-    assert new.guard.counters["checks"] == checks
-    assert vars(block_type)["forward"] is original
+    FAMILY.check_the_sites_are_restored_and_a_plan_keeps_what_it_learned(denoiser)
 
 
 def test_another_plan_starts_anew(denoiser) -> None:
-    inputs = denoiser_inputs(denoiser, **REQUEST)
-    with fastpath() as first:
-        assert_like_stock(denoiser, inputs, passes=2)
-    with fastpath(("act_quant",)) as second:
-        assert_like_stock(denoiser, inputs, passes=2)
-        assert hits(second) == each(2 * LAYERS, on=("act_quant",))
-        assert second.guard.counters["checks"]
-    assert hits(first) == each(2 * LAYERS)
+    FAMILY.check_another_plan_starts_anew(denoiser, ("act_quant",))
 
 
 def test_each_feature_announces_its_first_hit(denoiser, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="sglang_fastpath"), fastpath():
-        assert_like_stock(denoiser, denoiser_inputs(denoiser, **REQUEST), passes=2)
-    announced = Counter(record.getMessage() for record in caplog.records if "first hit of" in record.getMessage())
-    assert sorted(message.split("first hit of ")[1].split()[0] for message in announced) == sorted(FEATURES)
-    assert set(announced.values()) == {1}
-
-
-@contextmanager
-def foreign_forward(model: nn.Module) -> Iterator[Callable[..., Any]]:
-    """Another function in the block's place, as a plugin that does not know of us would put it there."""
-    block_type: Any = type(model.transformer_blocks[0])
-    before = block_type.forward
-
-    def forward(block: nn.Module, **kwargs: Any) -> Any:
-        text, image = before(block, **kwargs)
-        return 2 * text, 2 * image
-
-    block_type.forward = forward
-    try:
-        yield forward
-    finally:
-        block_type.forward = before
+    FAMILY.check_each_feature_announces_its_first_hit(denoiser, caplog)
 
 
 @pytest.mark.parametrize("on", [FEATURES, ("act_quant",)], ids=["all", "one"])
 def test_a_site_that_is_taken_before_makes_all_features_drifted(denoiser, on: tuple[str, ...]) -> None:
-    inputs = denoiser_inputs(denoiser, **REQUEST)
-    with foreign_forward(denoiser) as forward:
-        theirs = infer(denoiser, inputs)
-        with fastpath(on) as new:
-            assert {id: new.observed(new.records[id])[0] for id in FEATURES} == {
-                id: State.DRIFTED if id in on else State.OFF for id in FEATURES
-            }
-            assert all("QwenImageTransformerBlock.forward" in new.observed(new.records[id])[1] for id in on)
-            assert_same_bytes(infer(denoiser, inputs), theirs)
-            assert vars(type(denoiser.transformer_blocks[0]))["forward"] is forward
-        with pytest.raises(SystemExit, match="drifted"):
-            plugin.apply(make_plan(on, strict=True))
+    FAMILY.check_a_site_that_is_taken_before_makes_all_features_drifted(denoiser, BLOCKS, on)
 
 
 def test_a_site_that_is_lost_later_makes_all_features_drifted(denoiser) -> None:
@@ -1273,7 +728,7 @@ def test_a_site_that_is_lost_later_makes_all_features_drifted(denoiser) -> None:
     original = vars(block_type)["forward"]
     with fastpath((*FEATURES, "cfg_mod_cache")) as new:
         assert_like_stock(denoiser, inputs, passes=2)
-        with foreign_forward(denoiser) as forward:
+        with class_forward(denoiser, BLOCKS, twice_all) as forward:
             theirs = infer(denoiser, inputs)
             plugin.verify(new)
             ((state, reason),) = {new.observed(new.records[id]) for id in FEATURES}
