@@ -1,10 +1,12 @@
-"""Writes a small random checkpoint in diffusers layout: the same bytes for the same seed.
+"""Writes a small random checkpoint: the same bytes for the same seed.
 
     python scripts/make_tiny_checkpoint.py OUT --model qwen-image     a whole pipeline that SGLang's engine runs
     python scripts/make_tiny_checkpoint.py OUT --model flux2          the transformer alone
+    python scripts/make_tiny_checkpoint.py OUT --model qwen3          an LLM in block FP8, tokenizer included
 
 The transformers are the real architectures with two blocks of each kind and two heads of 128, so that every
-linear of attention and MLP stays a multiple of 128 in both directions when split over two ranks.
+linear of attention and MLP stays a multiple of 128 in both directions when split over two ranks. Qwen3 has two
+heads of k and v for the same reason.
 """
 
 import argparse
@@ -21,8 +23,15 @@ from diffusers import (
     Flux2Transformer2DModel,
     QwenImageTransformer2DModel,
 )
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 HEADS, HEAD_DIM = 2, 128
 TEXT_WIDTH = 128
@@ -172,11 +181,60 @@ def write_flux2(out: Path) -> None:
     write_transformer(flux2_transformer(), out)
 
 
+def write_qwen3(out: Path) -> None:
+    """In one file, in the layout of Qwen's own FP8 checkpoints: embedding, head and norms stay in bf16."""
+    from sglang_fastpath.loaders.quantize import quantize_block_fp8
+
+    vocabulary = write_tokenizer(out)
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=False,
+        bos_token_id=vocabulary["<|endoftext|>"],
+        eos_token_id=vocabulary["<|im_end|>"],
+        pad_token_id=vocabulary["<|endoftext|>"],
+    )
+    tensors = {}
+    for name, parameter in Qwen3ForCausalLM(config).named_parameters():
+        if parameter.ndim == 1:
+            tensors[name] = (1 + 0.1 * torch.randn(parameter.shape)).to(torch.bfloat16)
+        elif "_proj." in name:
+            weight = torch.randn(parameter.shape) * parameter.shape[1] ** -0.5
+            tensors[name], scale = quantize_block_fp8(weight.to(torch.bfloat16))
+            tensors[f"{name}_scale_inv"] = scale
+        else:
+            tensors[name] = (torch.randn(parameter.shape) * parameter.shape[1] ** -0.5).to(torch.bfloat16)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    settings = config.to_dict() | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "rope_theta": 1000000,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [128, 128],
+        },
+    }
+    write_json(out / "config.json", settings)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-WRITERS: dict[str, Callable[[Path], None]] = {"qwen-image": write_qwen_image, "flux2": write_flux2}
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "qwen-image": write_qwen_image,
+    "flux2": write_flux2,
+    "qwen3": write_qwen3,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
