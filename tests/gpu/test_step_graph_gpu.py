@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import importlib
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
+import step_graphs
 import torch
-from denoiser_calls import call
-from sglang_fastpath.patches.diffusion import step_graph
+from denoiser_calls import infer
+from sglang_fastpath.kernels import block_fp8_gemm
 from sglang_fastpath.patches.diffusion.graph_recorder import CudaGraphRecorder
+from step_graphs import (
+    ALL,
+    ALONE,
+    REUSING,
+    Running,
+    assert_replays,
+    counted_passes,
+    import_sites,
+    passes,
+    stock_output,
+    warm_up,
+)
+from stock_chains import assert_same_bytes
 from torch import Tensor, nn
 
-from sglang_fastpath import contracts, envs, plan, plugin
 from sglang_fastpath.denoisers import build_qwen_image, denoiser_inputs, start_runtime
-from sglang_fastpath.features import BY_ID, CATALOGUE
+from sglang_fastpath.denoising_loop import DenoisingLoop
+from sglang_fastpath.flux2_denoiser import build_flux2
+from sglang_fastpath.flux2_loop import Flux2Loop
 from sglang_fastpath.guard import compare
 from sglang_fastpath.guidance_loop import GuidanceLoop
-from sglang_fastpath.plan import FeatureRecord, Plan
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-ALONE = ("step_graph",)
-ALL = tuple(feature.id for feature in CATALOGUE)
 SMALL: dict[str, Any] = {"image_hw": (8, 8), "text_tokens": 16}
+STEPS = 8
 MIB = 1 << 20
 
 
@@ -42,15 +53,11 @@ def runtime() -> Iterator[None]:
     from sglang.multimodal_gen.runtime import server_args
 
     start_runtime()
-    for site in BY_ID["step_graph"].sites:
-        importlib.import_module(site.partition(":")[0])
+    import_sites()
     arguments = server_args.get_global_server_args()
     before = arguments.attention_backend
     arguments.attention_backend = "fa" if _has_flash_attention() else "torch_sdpa"
-    gc.collect()
-    gc.freeze()  # dropping graphs collects garbage: not among all of SGLang's objects
     yield
-    gc.unfreeze()
     arguments.attention_backend = before
 
 
@@ -70,6 +77,12 @@ def _has_flash_attention() -> bool:
     return True
 
 
+@pytest.fixture(autouse=True)
+def counted() -> Iterator[None]:
+    with counted_passes():
+        yield
+
+
 @pytest.fixture(scope="module")
 def denoiser(runtime: None) -> Any:
     return build()
@@ -79,72 +92,23 @@ def build(**arch: Any) -> Any:
     return build_qwen_image(**{"layers": 4, "heads": 4, "device": "cuda"} | arch)
 
 
-@dataclass
-class Running:
-    """A plan in force whose `step_graph` captures with `recorder`."""
-
-    plan: Plan
-    recorder: CudaGraphRecorder
-
-    @property
-    def record(self) -> FeatureRecord:
-        return self.plan.records["step_graph"]
-
-    @property
-    def failed(self) -> list[dict[str, Any]]:
-        return [verdict for verdict in self.plan.guard.verdicts if verdict["verdict"] != "admitted"]
-
-
-@functools.cache
-def decided(on: tuple[str, ...]) -> Plan:
-    switches = {feature.id: feature.id in on for feature in CATALOGUE}
-    return plan.make_plan(envs.Settings(enabled=True, switches=switches), contracts.installed_release())
-
-
-@contextmanager
-def fastpath(on: tuple[str, ...] = ALONE, **chosen: Any) -> Iterator[Running]:
+def fastpath(on: tuple[str, ...] = ALONE, **chosen: Any) -> AbstractContextManager[Running]:
     """`chosen` are fields of `Settings`."""
-    first = decided(on)
-    records = {id: FeatureRecord(record.feature, record.state, record.reason) for id, record in first.records.items()}
-    new = Plan(replace(first.settings, **chosen), first.release, records)
-    recorder = CudaGraphRecorder()
-    new.kept(step_graph.__name__, lambda: step_graph.StepGraphs(records["step_graph"], new, recorder))
-    plugin.apply(new)
+    return step_graphs.fastpath(on, recorder=CudaGraphRecorder(), **chosen)
+
+
+def latents_of(loop: DenoisingLoop) -> list[Tensor]:
+    return [latents.clone() for latents in loop]
+
+
+def latents_or_skip(make: Callable[[], DenoisingLoop], fp8: bool) -> list[Tensor]:
+    """Stock's latents; without DeepGEMM or Hopper there are none in block FP8."""
     try:
-        yield Running(new, recorder)
-    finally:
-        plugin.deactivate()
-
-
-def infer(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    with torch.inference_mode():
-        return call(model, inputs)
-
-
-def stock_output(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """What stock gives now; a plan in force is put aside meanwhile."""
-    current = plan.current()
-    plugin.deactivate()
-    try:
-        return infer(model, inputs).clone()
-    finally:
-        if current is not None:
-            plugin.apply(current)
-
-
-def assert_same_bytes(fast: object, stock: object) -> None:
-    difference = compare(fast, stock)
-    assert difference is None, str(difference)
-
-
-def assert_replays(running: Running, model: nn.Module, inputs: dict[str, Any], passes: int = 6) -> None:
-    """Within so many passes, each with stock's bytes, the call is captured and replayed."""
-    stock = stock_output(model, inputs)
-    for _ in range(passes):
-        hits = running.record.hits
-        assert_same_bytes(infer(model, inputs), stock)
-    assert running.record.hits == hits + 1, dict(running.record.fallbacks)
-    assert not running.failed
+        return latents_of(make())
+    except Exception as error:
+        if not fp8:
+            raise
+        pytest.skip(f"stock's block FP8 does not run here: {type(error).__name__}: {error}")
 
 
 def reserved() -> int:
@@ -158,33 +122,61 @@ def reserved() -> int:
 # --- bytes ---------------------------------------------------------------------------------------------------------
 
 RUNS: tuple[dict[str, Any], ...] = (
-    {"image_hw": (16, 16), "text_tokens": 40, "negative_tokens": 24},
-    {"image_hw": (12, 20), "text_tokens": 40, "negative_tokens": 24},
-    {"image_hw": (16, 16), "text_tokens": 40, "negative_tokens": 24},
+    {"image_hw": (16, 16), "text_tokens": 40},
+    {"image_hw": (12, 20), "text_tokens": 40},
+    {"image_hw": (16, 16), "text_tokens": 40},
 )
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "block FP8"])
 def test_guidance_with_two_lengths_another_resolution_and_the_first_again(fp8: bool) -> None:
-    try:
-        model = build(fp8=fp8)
-        infer(model, denoiser_inputs(model, **SMALL))
-    except Exception as error:
-        if not fp8:
-            raise
-        pytest.skip(f"stock's block FP8 does not run here: {type(error).__name__}: {error}")
+    model = build(fp8=fp8)
 
-    def latents(run: dict[str, Any]) -> list[Tensor]:
-        return [latents.clone() for latents in GuidanceLoop(model, steps=20, **run)]
+    def loop(run: dict[str, Any]) -> DenoisingLoop:
+        return GuidanceLoop(model, steps=STEPS, negative_tokens=24, **run)
 
-    stock = [latents(run) for run in RUNS]
-    with fastpath(ALL if fp8 else ("cfg_mod_cache", "step_graph")) as running:
-        for number, run in enumerate(RUNS):
-            before = running.record.hits, running.record.fallbacks.total()
-            assert_same_bytes(latents(run), stock[number])
-            hits, fallbacks = running.record.hits - before[0], running.record.fallbacks.total() - before[1]
-        assert (hits, fallbacks) == (40, 0), "the first resolution again is replays alone"
+    stock = [latents_or_skip(partial(loop, run), fp8) for run in RUNS]
+    with fastpath(ALL if fp8 else REUSING) as running:
+        for run, expected in zip(RUNS, stock, strict=True):
+            passes.clear()
+            assert_same_bytes(latents_of(loop(run)), expected)
+        assert not passes, "the first resolution again is replays alone"
         assert not running.failed
+
+
+@pytest.mark.parametrize(
+    "arch", [{}, {"guidance_embeds": False}, {"fp8": True}], ids=["dev bf16", "klein bf16", "dev block FP8"]
+)
+def test_flux2_with_two_lengths_two_resolutions_and_references(arch: dict[str, Any]) -> None:
+    model, fp8 = build_flux2(layers=2, single_layers=2, heads=4, device="cuda", **arch), "fp8" in arch
+    requests: list[dict[str, Any]] = [*RUNS[:2], RUNS[0] | {"text_tokens": 24}, RUNS[0] | {"references": ((8, 4),)}]
+
+    def loop(request: dict[str, Any]) -> DenoisingLoop:
+        return Flux2Loop(model, steps=STEPS, **request)
+
+    stock = [latents_or_skip(partial(loop, request), fp8) for request in requests]
+    with fastpath(ALL if fp8 else ALONE) as running:
+        for round_ in range(2):
+            for request, expected in zip(requests, stock, strict=True):
+                passes.clear()
+                assert_same_bytes(latents_of(loop(request)), expected)
+                assert not round_ or not passes, "again: replays alone"
+        assert running.record.hits >= len(requests) * STEPS
+        assert not running.failed
+
+
+def test_what_block_fp8_reads_beside_its_inputs_stays_where_it_is() -> None:
+    """Which rows of a grouped GEMM belong to which stream: made once for each pair of sizes, and many come and go."""
+    model = build(fp8=True)
+    inputs = denoiser_inputs(model, **SMALL)
+    latents_or_skip(lambda: GuidanceLoop(model, steps=1, **SMALL), fp8=True)
+    with fastpath(ALL) as running:
+        warm_up(running, model, inputs)
+        for rows in range(256, 256 + 200):
+            block_fp8_gemm._groups(128, rows, torch.device("cuda", torch.cuda.current_device()))
+        garbage = [torch.full((rows,), 7, dtype=torch.int32, device="cuda") for rows in range(64, 512)]
+        assert_replays(running, model, inputs)
+        del garbage
 
 
 def test_results_stay_intact_while_other_graphs_run(denoiser: Any) -> None:
@@ -192,7 +184,7 @@ def test_results_stay_intact_while_other_graphs_run(denoiser: Any) -> None:
     stock = [stock_output(denoiser, inputs) for inputs in calls]
     with fastpath() as running:
         for inputs in calls:
-            assert_replays(running, denoiser, inputs)
+            warm_up(running, denoiser, inputs)
         results = [infer(denoiser, inputs) for _ in range(5) for inputs in calls]
         for index, result in enumerate(results):
             assert_same_bytes(result, stock[index % 3])
@@ -202,15 +194,15 @@ def test_results_stay_intact_while_other_graphs_run(denoiser: Any) -> None:
 def test_every_input_is_read_at_each_replay(denoiser: Any) -> None:
     base = denoiser_inputs(denoiser, **SMALL)
     with fastpath() as running:
-        assert_replays(running, denoiser, base)
-        records = len(running.plan.guard.verdicts)
+        warm_up(running, denoiser, base)
+        verdicts = len(running.plan.guard.verdicts)
         for name in ("hidden_states", "encoder_hidden_states", "timestep"):
-            assert_replays(running, denoiser, {**base, name: base[name] * 0.7}, passes=1)
+            assert_replays(running, denoiser, {**base, name: base[name] * 0.7})
         for index in range(2):
             tables = list(base["freqs_cis"])
             tables[index] = tables[index].flip(0).contiguous()
-            assert_replays(running, denoiser, {**base, "freqs_cis": tuple(tables)}, passes=1)
-        assert len(running.plan.guard.verdicts) == records, "one graph served them all"
+            assert_replays(running, denoiser, {**base, "freqs_cis": tuple(tables)})
+        assert len(running.plan.guard.verdicts) == verdicts, "one graph served them all"
 
 
 def in_place(weight: Any) -> None:
@@ -231,12 +223,13 @@ def test_weights_that_change_are_seen(change: Callable[[Any], None]) -> None:
     model = build(layers=2)
     inputs = denoiser_inputs(model, **SMALL)
     with fastpath(guard="off") as running:
-        assert_replays(running, model, inputs)
+        warm_up(running, model, inputs)
         before = stock_output(model, inputs)
         for parameter in list(model.transformer_blocks[1].parameters()):
             change(parameter)
         garbage = [torch.full_like(parameter, torch.nan) for parameter in model.parameters()]  # where the old lay
         assert compare(stock_output(model, inputs), before) is not None
+        warm_up(running, model, inputs)
         assert_replays(running, model, inputs)
         del garbage
 
@@ -246,14 +239,14 @@ def test_a_denoiser_asleep_and_awake_again() -> None:
     model = build(layers=2)
     inputs = denoiser_inputs(model, **SMALL)
     with fastpath() as running:
-        assert_replays(running, model, inputs)
+        warm_up(running, model, inputs)
         for parameter in model.parameters():
             parameter.data = parameter.data.cpu()
         torch.cuda.empty_cache()
         room = [torch.full((MIB,), torch.nan, device="cuda") for _ in range(64)]
         for parameter in model.parameters():
             parameter.data = parameter.data.cuda()
-        assert_replays(running, model, inputs)
+        warm_up(running, model, inputs)
         del room
 
 
@@ -316,7 +309,7 @@ def test_a_capture_that_fails_leaves_the_process_usable(denoiser: Any, act: Call
     stock = {id(inputs): stock_output(denoiser, inputs) for inputs in (bad, good, later)}
     before = reserved()
     with obstacle(denoiser, act, tokens=72) as met, fastpath(graphs=4) as running:
-        assert_replays(running, denoiser, good)
+        warm_up(running, denoiser, good)
         for _ in range(3):
             assert_same_bytes(infer(denoiser, bad), stock[id(bad)])
         assert met
@@ -329,7 +322,7 @@ def test_a_capture_that_fails_leaves_the_process_usable(denoiser: Any, act: Call
             assert len(met) == 1, "not tried again"
             assert len(reasons) == 1
         for inputs in (later, good):
-            assert_replays(running, denoiser, inputs)
+            warm_up(running, denoiser, inputs)
         for _ in range(2):
             assert_same_bytes(infer(denoiser, bad), stock[id(bad)])
         assert not running.failed
@@ -346,14 +339,14 @@ def test_a_big_graph_that_is_evicted_gives_its_memory_back(denoiser: Any) -> Non
     big = denoiser_inputs(denoiser, **BIG)
     small = [denoiser_inputs(denoiser, image_hw=(8, 8), text_tokens=tokens) for tokens in (10, 11, 12)]
     with fastpath(graphs=2) as running:
-        assert_replays(running, denoiser, small[0])
+        warm_up(running, denoiser, small[0])
         before = reserved()
-        assert_replays(running, denoiser, big)
+        warm_up(running, denoiser, big)
         pool = running.recorder.pool_bytes()
         with_big = reserved()
         assert with_big - before > 0.6 * pool, "what the pool holds is on the device"
         for inputs in small[1:]:
-            assert_replays(running, denoiser, inputs)
+            warm_up(running, denoiser, inputs)
         assert running.recorder.pool_bytes() < 0.4 * pool
         assert with_big - reserved() > 0.6 * pool
 
@@ -361,10 +354,10 @@ def test_a_big_graph_that_is_evicted_gives_its_memory_back(denoiser: Any) -> Non
 def test_graphs_share_one_pool(denoiser: Any) -> None:
     """Of two lengths at one resolution the second needs little more than its outputs."""
     with fastpath() as running:
-        assert_replays(running, denoiser, denoiser_inputs(denoiser, image_hw=(64, 64), text_tokens=24))
+        warm_up(running, denoiser, denoiser_inputs(denoiser, image_hw=(64, 64), text_tokens=24))
         first = running.recorder.pool_bytes()
         for tokens in (23, 22, 21):
-            assert_replays(running, denoiser, denoiser_inputs(denoiser, image_hw=(64, 64), text_tokens=tokens))
+            warm_up(running, denoiser, denoiser_inputs(denoiser, image_hw=(64, 64), text_tokens=tokens))
         assert running.recorder.pool_bytes() < 1.5 * first
 
 
@@ -374,19 +367,19 @@ def test_a_graph_over_the_ceiling_is_given_up_and_its_memory_given_back(denoiser
     with fastpath() as running:
         pools = []
         for inputs in (small, big):
-            assert_replays(running, denoiser, inputs)
+            warm_up(running, denoiser, inputs)
             pools.append(running.recorder.pool_bytes())
     ceiling = sum(pools) // 2
     del running
     with fastpath(graph_bytes=ceiling) as running:
-        assert_replays(running, denoiser, small)
+        warm_up(running, denoiser, small)
         before = reserved()
         for _ in range(4):
             assert_same_bytes(infer(denoiser, big), stock)
         assert any(f"SGLANG_FASTPATH_GRAPH_BYTES={ceiling}" in why for why in running.record.fallbacks)
         assert running.recorder.pool_bytes() == 0
         assert reserved() <= before
-        assert_replays(running, denoiser, small)
+        warm_up(running, denoiser, small)
         assert not running.failed
 
 
@@ -396,7 +389,7 @@ def test_a_dropped_plan_leaves_no_memory_behind(denoiser: Any) -> None:
     before = reserved()
     for _ in range(2):
         with fastpath() as running:
-            assert_replays(running, denoiser, inputs)
+            warm_up(running, denoiser, inputs)
             assert running.recorder.pool_bytes() > 50 * MIB
         del running
         assert reserved() <= before + 4 * MIB
