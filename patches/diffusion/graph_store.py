@@ -65,6 +65,12 @@ class GraphStore:
     def __len__(self) -> int:
         return len(self._captured)
 
+    @property
+    def pool_bytes(self) -> int:
+        """What the pool holds now."""
+        held: int = self._recorder.pool_bytes()
+        return held
+
     def get(self, key: Hashable) -> CapturedPass | None:
         """The captured pass, which counts as used now."""
         found = self._captured.get(key)

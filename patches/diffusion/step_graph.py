@@ -170,8 +170,14 @@ class StepGraphs:
 
     @property
     def alive(self) -> int:
-        """How many captured passes there are."""
+        """How many graphs are kept."""
         return len(self._store)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Device memory of the pool that they share; their inputs and results lie outside."""
+        held: int = self._store.pool_bytes
+        return held
 
     def wrap_step(self, run_denoising_step: Callable[..., Any]) -> Callable[..., Any]:
         """Within a step its passes share the modulation; after it, no table is valid."""
