@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What `step_graph` promises over a long run, shown on a GPU: bytes, host time and memory, written as JSON.
 
-    soak_step_graph.py OUTPUT [--attention fa] [--layers 60] [--soak-layers 2] [--passes 2000]
+    soak_step_graph.py OUTPUT [--attention fa] [--layers 60] [--soak-layers 2] [--passes 2000] [--only guided|soak]
 
 `guided`, a Qwen-Image at full size: 20 steps of guidance with prompts of two lengths, another resolution, the first
 again. Every latent is stock's; a pass that is replayed keeps the host for less than 2 ms; with four graphs alive the
@@ -11,11 +11,13 @@ device holds at most 1.15 times what it holds eagerly.
 for 4 graphs. Every 50th is compared with stock; after the first 200 reserved memory does not grow.
 
 About two minutes on an H200, and as long again where DeepGEMM has to compile its kernels first. OUTPUT is written as
-soon as there is something to write; `unmet` in it says what did not hold, and the exit status is 1 then.
+soon as there is something to write; a part that is left out keeps what OUTPUT says of it. `unmet` says what did not
+hold, and the exit status is 1 then.
 """
 
 import argparse
 import gc
+import json
 import os
 import random
 import statistics
@@ -287,11 +289,15 @@ def unmet_by_soak(found: dict[str, Any], passes: int) -> Iterator[str]:
 def run(
     document: dict[str, Any], output: Path, parts: dict[str, tuple[Part, Callable[[dict[str, Any]], Iterator[str]]]]
 ) -> list[str]:
-    """Runs one part after another, whatever becomes of those before, and returns what did not hold."""
-    document["unmet"] = []
+    """Runs one part after another, whatever becomes of those before, and returns what did not hold.
+
+    What `document` says of other parts stays.
+    """
+    document["unmet"] = [what for what in document.get("unmet", []) if what.partition(":")[0] not in parts]
     for name, (part, unmet) in parts.items():
         report(name)
         started = time.perf_counter()
+        document.pop(name, None)
 
         def keep(found: dict[str, Any], name: str = name) -> None:
             document[name] = found
@@ -320,11 +326,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=60)
     parser.add_argument("--soak-layers", type=int, default=2)
     parser.add_argument("--passes", type=int, default=2000)
+    parser.add_argument("--only", choices=["guided", "soak"])
     options = parser.parse_args()
     start_runtime(attention_backend=options.attention)
     model = MODELS["qwen-image"]
     workload = Workload(arch={"layers": options.layers}, attention=options.attention)
-    document = describe(workload, f"{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}")
+    document: dict[str, Any] = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    document |= describe(workload, f"{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}")
 
     def build(layers: int) -> nn.Module:
         report(f"building a denoiser of {layers} blocks")
@@ -339,14 +347,12 @@ def main() -> None:
         graph = Variant(plan, required=["step_graph"])
         return soak(build(options.soak_layers), graph, passes=options.passes, pairs=random_pairs(PAIRS))(keep)
 
-    unmet = run(
-        document,
-        options.output,
-        {
-            "guided": (guided_at_full_size, unmet_by_guided),
-            "soak": (soak_of_few_blocks, lambda found: unmet_by_soak(found, options.passes)),
-        },
-    )
+    parts: dict[str, tuple[Part, Callable[[dict[str, Any]], Iterator[str]]]] = {
+        "guided": (guided_at_full_size, unmet_by_guided),
+        "soak": (soak_of_few_blocks, lambda found: unmet_by_soak(found, options.passes)),
+    }
+    chosen = {name: part for name, part in parts.items() if options.only in (None, name)}
+    unmet = run(document, options.output, chosen)
     sys.exit(bool(unmet))
 
 

@@ -164,9 +164,13 @@ def test_a_part_that_fails_leaves_what_it_knew_and_the_others_run(script: Any, t
         "first": (failing, lambda found: iter(())),
         "second": (fine, lambda found: iter(("too few",) if found["passes"] < 500 else ())),
     }
-    unmet = script.run({"model": "qwen-image"}, output, parts)
+    before = {"third": {"passes": 7}, "first": {"checked": 1}, "unmet": ["first: slow", "third: too few"]}
+    unmet = script.run({"model": "qwen-image", **before}, output, parts)
     written = json.loads(output.read_text())
-    assert unmet == written["unmet"] == ["first: OutOfMemoryError: as a GPU might", "second: too few"]
+    assert unmet == ["third: too few", "first: OutOfMemoryError: as a GPU might", "second: too few"]
+    assert written["unmet"] == unmet
+    assert written["third"] == before["third"], "a part that is left out keeps what was said of it"
+    assert written["first"].keys() == {"passes", "failed", "seconds"}
     assert written["first"]["passes"] == 200
     assert written["first"]["failed"] == "OutOfMemoryError: as a GPU might"
     assert written["second"]["passes"] == 400

@@ -170,7 +170,7 @@ class StepGraphs:
 
     @property
     def alive(self) -> int:
-        """How many graphs are kept."""
+        """How many captured passes there are."""
         return len(self._store)
 
     @property

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from sglang_fastpath import plugin
 from sglang_fastpath.denoisers import build_qwen_image, denoiser_inputs
-from sglang_fastpath.features import CATALOGUE, QWEN_IMAGE
+from sglang_fastpath.features import BY_ID, QWEN_IMAGE
 from sglang_fastpath.guidance_loop import GuidanceLoop
 from sglang_fastpath.plan import Plan, State
 
@@ -476,7 +476,7 @@ def test_every_feature_together(fp8_denoiser) -> None:
         assert not passes
         assert not running.failed
         assert replays_by_kind(running, fp8_denoiser) == {True: 12, False: 12}
-        assert all(running.plan.records[f.id].hits for f in CATALOGUE if not f.lacks(QWEN_IMAGE))
+        assert all(running.plan.records[id].hits for id in ALL if not BY_ID[id].lacks(QWEN_IMAGE))
 
 
 def test_requests_interleaved_step_by_step_keep_apart(denoiser, other_denoiser) -> None:

@@ -29,7 +29,7 @@ from stock_chains import assert_same_bytes
 from torch import Tensor, nn
 
 from sglang_fastpath.denoisers import build_qwen_image, denoiser_inputs
-from sglang_fastpath.features import CATALOGUE, FLUX2
+from sglang_fastpath.features import BY_ID, FLUX2
 from sglang_fastpath.flux2_denoiser import build_flux2, flux2_inputs
 from sglang_fastpath.flux2_loop import Flux2Loop
 
@@ -113,7 +113,7 @@ def test_every_feature_together_in_block_fp8() -> None:
                 ran += new
         assert ran == [{}] * 2 * STEPS
         assert not running.failed
-        assert all(running.plan.records[f.id].hits for f in CATALOGUE if not f.lacks(FLUX2))
+        assert all(running.plan.records[id].hits for id in ALL if not BY_ID[id].lacks(FLUX2))
 
 
 def test_requests_of_two_lengths_and_two_resolutions_in_turns(model) -> None:
