@@ -16,7 +16,7 @@ import pytest
 from engine import Server, http_error, tiny_qwen_image
 
 from sglang_fastpath import __version__
-from sglang_fastpath.features import CATALOGUE
+from sglang_fastpath.features import CATALOGUE, QWEN_IMAGE
 
 pytestmark = pytest.mark.engine
 
@@ -33,6 +33,7 @@ GUIDED_REQUEST = REQUESTS[0]
 BLOCKS = 2
 # The linears whose second call in a step is saved: in each block, image and text stream.
 MODULATIONS = 2 * BLOCKS
+DIFFUSION = [feature for feature in CATALOGUE if feature.serves("diffusion")]
 FUSED = [feature.id for feature in CATALOGUE if feature.port_of("sglang_fastpath.patches.diffusion.qwen_image_block")]
 
 
@@ -56,7 +57,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def servers(checkpoints: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder, model = tmp_path_factory.mktemp("servers"), checkpoints[0]
-    off = {feature.env: "0" for feature in CATALOGUE}
+    off = {feature.env: "0" for feature in DIFFUSION}
     with contextlib.ExitStack() as stack:
         started = [
             Server(model, folder / "stock", plugin=False),
@@ -90,13 +91,16 @@ def settle(server: Server) -> None:
 
 
 def test_what_no_request_reached_is_never_hit(servers: Servers) -> None:
-    emulated = [feature.id for feature in CATALOGUE if feature.measured and not feature.needs_a_gpu]
-    for id in emulated:
-        feature = servers.first_status[WORKER]["features"][id]
+    emulated = [feature for feature in DIFFUSION if feature.measured and not feature.needs_a_gpu]
+    for one in emulated:
+        feature = servers.first_status[WORKER]["features"][one.id]
         assert (feature["state"], feature["planned"], feature["hits"]) == ("never hit", "active", 0)
     servers.fastpath.images(GUIDED_REQUEST)
     features = servers.fastpath.status()[WORKER]["features"]
-    assert {features[id]["state"] for id in emulated} == {"active"}
+    for one in emulated:
+        lacking = one.lacks(QWEN_IMAGE)
+        shown = features[one.id]["state"], features[one.id]["reason"]
+        assert shown == (("unsupported", lacking) if lacking else ("active", "")), one.id
 
 
 def test_images_are_stocks_and_hits_count_what_was_replaced(
@@ -117,7 +121,7 @@ def test_images_are_stocks_and_hits_count_what_was_replaced(
             "cfg_mod_cache": MODULATIONS * steps * runs if guided else 0,
             **dict.fromkeys(FUSED, BLOCKS * steps * (2 if guided else 1) * runs),
             "step_graph": 0,
-            **{feature.id: 0 for feature in CATALOGUE if not feature.measured},
+            **{feature.id: 0 for feature in CATALOGUE if not feature.measured or feature.lacks(QWEN_IMAGE)},
         }
 
 
@@ -138,8 +142,8 @@ def test_each_process_logs_one_line_and_each_feature_its_first_hit_once(servers:
     features = servers.fastpath.status()[WORKER]["features"]
     active = sum(feature["planned"] == "active" for feature in features.values())
     log = servers.fastpath.log
-    for role in ("main", WORKER):
-        assert log.count(f"sglang-fastpath {__version__}: active {active}/{len(CATALOGUE)} ({role})") == 1
+    for role, known in (("main", len(DIFFUSION)), (WORKER, len(CATALOGUE))):
+        assert log.count(f"sglang-fastpath {__version__}: active {active}/{known} ({role})") == 1
     assert log.count(f"sglang-fastpath {__version__}: ") == 2
     for id, feature in features.items():
         assert log.count(f"sglang-fastpath: first hit of {id} ({WORKER})") == (1 if feature["hits"] else 0)
@@ -182,7 +186,7 @@ def test_features_switched_off_by_their_variables_are_seen_off(
     for request, expected in zip(REQUESTS, stock_images, strict=True):
         assert servers.switched_off.images(request) == expected
     shown = servers.switched_off.status()
-    for feature in CATALOGUE:
+    for feature in DIFFUSION:
         for role in ("main", WORKER):
             seen = shown[role]["features"][feature.id]
             assert (seen["state"], seen["reason"], seen["hits"]) == ("off", f"{feature.env}=0", 0)
