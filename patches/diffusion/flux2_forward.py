@@ -192,13 +192,15 @@ class _BlockForward:
     def _finish(self, x: _Streams, gates: tuple[Tensor, ...], residuals: _Streams) -> _Streams:
         """The end of the block: the streams that go out, with the next block's norm if it is known to follow."""
         call = self._call
-        if not (self._gated_residual_norm and call.following is not None and call.following_layout is not None):
+        if not self._gated_residual_norm:
             return self._gate(x, gates, residuals)
         inputs = [
             LayerNormInput(rows(one), rows(m.scale), rows(m.shift), rows(gate), rows(residual))
             for one, m, gate, residual in zip(x, call.first, gates, residuals, strict=True)
         ]
-        self._check(can_norm, *inputs)
+        self._check(can_norm, *inputs)  # also of a call that nothing follows, as those are that are checked
+        if call.following is None or call.following_layout is None:
+            return self._gate(x, gates, residuals)
         eps = call.following_layout.norm_eps
         operands, totals = _layer_norm_quant(inputs, eps)
         outputs = tuple(total.view(residual.shape) for total, residual in zip(totals, residuals, strict=True))
