@@ -2,10 +2,10 @@
 
     PYTHONPATH=.releases/VERSION python tests/release_probe.py REPORT [NAME=VALUE ...]
 
-Runs two tiny denoisers on stock (bf16, and block FP8 whose linears are emulated), loads the plugin as SGLang does,
-with the environment variables given, runs the denoisers again, spawns a diffusion worker, takes the plugin out again,
-and writes a `Report` as JSON. The process starts without the variables: what is found was loaded through SGLang's own
-entry points, not by the `.pth` file.
+Runs tiny denoisers on stock (Qwen-Image and FLUX.2, in bf16, and in block FP8 whose linears are emulated), loads the
+plugin as SGLang does, with the environment variables given, runs the denoisers again, spawns a diffusion worker,
+takes the plugin out again, and writes a `Report` as JSON. The process starts without the variables: what is found was
+loaded through SGLang's own entry points, not by the `.pth` file.
 """
 
 import hashlib
@@ -15,6 +15,8 @@ import multiprocessing
 import os
 import pickle
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -27,9 +29,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Enough for a block to be checked alone, with the norm for the next block, and on the norm of the block before, and
-# to serve each of these unchecked, at both lengths of text.
+# to serve each of these unchecked, at both lengths of text. A step of FLUX.2 is one pass.
 STEPS = 4
-LAYERS = 2
+FLUX2_STEPS = 6
+LAYERS = 2  # of either kind
+FLUX2_FP8 = "FLUX.2 block FP8"
 _RUNTIME = "sglang.multimodal_gen.runtime"
 _GPU_WORKER = f"{_RUNTIME}.managers.gpu_worker"
 _PLUGINS = f"{_RUNTIME}.platforms.plugins"
@@ -59,8 +63,9 @@ class Report(TypedDict):
 
     `changed` names what differs from stock with the plugin in, `left_behind` with the plugin taken out again.
     `hits` and `fallbacks` are counted by denoiser and feature, the latter by reason as well; `failed` says what the
-    guard found not to be stock's bytes. `modulation_calls` and `block_calls` are how often one guidance run reuses
-    a modulation and calls a block.
+    guard found not to be stock's bytes. `modulation_calls` is how often one guidance run reuses a modulation,
+    `block_calls` how often a run of a denoiser calls a block of a kind, by the denoiser and the name of their list.
+    `pending` is there if the plugin is.
     """
 
     release: list[str]
@@ -75,8 +80,20 @@ class Report(TypedDict):
     fallbacks: dict[str, dict[str, dict[str, int]]]
     failed: list[dict[str, Any]]
     modulation_calls: int
-    block_calls: int
+    block_calls: dict[str, dict[str, int]]
+    pending: "Pending | None"
     worker: WorkerReport
+
+
+class Pending(TypedDict):
+    """FLUX.2 in block FP8 with its first block of either kind left to stock, which leaves its last sum to the next.
+
+    `handed_over` is how often a block was given such a sum, (residual, x, gate).
+    """
+
+    latents: list[str]
+    handed_over: int
+    hits: dict[str, int]
 
 
 class Snapshot:
@@ -105,13 +122,70 @@ class Snapshot:
 
 
 def run(denoiser: "nn.Module") -> list[str]:
-    """Guidance on two prompts of different length: a digest of the latents' bytes after each step."""
+    """Guidance on two prompts of different length, or a prompt and a reference: a digest of the latents' bytes after
+    each step."""
     import torch
 
+    from sglang_fastpath.flux2_loop import Flux2Loop
     from sglang_fastpath.guidance_loop import GuidanceLoop
 
-    loop = GuidanceLoop(denoiser, steps=STEPS, text_tokens=13, negative_tokens=7)
-    return [hashlib.sha256(latents.view(torch.uint8).numpy().tobytes()).hexdigest() for latents in loop]
+    if is_flux2(denoiser):
+        loop: Any = Flux2Loop(denoiser, steps=FLUX2_STEPS, image_hw=(3, 5), text_tokens=6, references=((2, 3),))
+    else:
+        loop = GuidanceLoop(denoiser, steps=STEPS, text_tokens=13, negative_tokens=7)
+    # FLUX.2's latents lie channel by channel until the first step.
+    return [hashlib.sha256(latents.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for latents in loop]
+
+
+def is_flux2(denoiser: "nn.Module") -> bool:
+    return type(denoiser).__name__ == "Flux2Transformer2DModel"
+
+
+def block_calls(denoiser: "nn.Module") -> dict[str, int]:
+    if is_flux2(denoiser):
+        return dict.fromkeys(("transformer_blocks", "single_transformer_blocks"), FLUX2_STEPS * LAYERS)
+    return {"transformer_blocks": STEPS * 2 * LAYERS}
+
+
+@contextmanager
+def sums_left_pending() -> Iterator[None]:
+    """FLUX.2's blocks leave their last sum to the next block, as SGLang has them do on a GPU (from 0.5.19)."""
+    flux_2 = importlib.import_module(f"{_RUNTIME}.models.dits.flux_2")
+    name = "can_defer_flux2_gated_residual"
+    stock = vars(flux_2).get(name)
+    if stock:
+        setattr(flux_2, name, lambda residual, update, gate: True)
+    try:
+        yield
+    finally:
+        if stock:
+            setattr(flux_2, name, stock)
+
+
+def run_pending(denoiser: Any) -> Pending:
+    from sglang_fastpath import plan
+
+    current = plan.current()
+    assert current
+    before = {id: record.hits for id, record in current.records.items()}
+    handed_over = 0
+
+    def count(block: Any, args: Any, given: dict[str, Any]) -> None:
+        nonlocal handed_over
+        handed_over += sum(
+            isinstance(value, tuple) for name, value in given.items() if name.endswith("hidden_states")
+        )
+
+    hooks = []
+    for first, second in (denoiser.transformer_blocks, denoiser.single_transformer_blocks):
+        hooks.append(first.attn.register_forward_hook(lambda *_: None))
+        hooks.append(second.register_forward_pre_hook(count, with_kwargs=True))
+    with sums_left_pending():
+        latents = run(denoiser)
+    for hook in hooks:
+        hook.remove()
+    hits = {id: record.hits - before[id] for id, record in current.records.items()}
+    return Pending(latents=latents, handed_over=handed_over, hits=hits)
 
 
 def load_plugins() -> None:
@@ -202,9 +276,15 @@ def build_denoisers() -> dict[str, "nn.Module"]:
     from sglang_fastpath.patches.diffusion import fp8_cpu_emulation
 
     from sglang_fastpath.denoisers import build_qwen_image
+    from sglang_fastpath.flux2_denoiser import build_flux2
 
     revert = fp8_cpu_emulation.apply()
-    denoisers = {"bf16": build_qwen_image(layers=LAYERS), "block FP8": build_qwen_image(layers=LAYERS, fp8=True)}
+    denoisers = {
+        "bf16": build_qwen_image(layers=LAYERS),
+        "block FP8": build_qwen_image(layers=LAYERS, fp8=True),
+        "FLUX.2 bf16": build_flux2(layers=LAYERS, single_layers=LAYERS),
+        FLUX2_FP8: build_flux2(layers=LAYERS, single_layers=LAYERS, fp8=True),
+    }
     revert()
     return denoisers
 
@@ -236,6 +316,7 @@ def main(path: str, *assignments: str) -> None:
         hits[name] = {id: record.hits for id, record in records.items()}
         fallbacks[name] = {id: dict(record.fallbacks) for id, record in records.items()}
 
+    pending = run_pending(denoisers[FLUX2_FP8]) if current else None
     plugin.deactivate()
     release = contracts.installed_release()
     report = Report(
@@ -251,7 +332,8 @@ def main(path: str, *assignments: str) -> None:
         fallbacks=fallbacks,
         failed=[v for v in current.guard.verdicts if v["verdict"] != "admitted"] if current else [],
         modulation_calls=STEPS * 2 * LAYERS,
-        block_calls=STEPS * 2 * LAYERS,
+        block_calls={name: block_calls(denoiser) for name, denoiser in denoisers.items()},
+        pending=pending,
         worker=worker,
     )
     Path(path).write_text(json.dumps(report))

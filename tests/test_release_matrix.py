@@ -40,7 +40,7 @@ STATES = {
     "0.5.21": {"cfg_mod_cache": NATIVE, **ALIKE},
     "0.5.23": {"cfg_mod_cache": NATIVE, **ALIKE},
 }
-# What must serve every block of the denoiser in block FP8. 0.5.11 leaves its QKV and MLP linears in bf16; from 0.5.21
+# What must serve every block of Qwen-Image in block FP8. 0.5.11 leaves its QKV and MLP linears in bf16; from 0.5.21
 # on a CPU stock rotates q and k by complex tables, which only GPUs spare it.
 SERVING = {
     "0.5.11": set(),
@@ -49,7 +49,20 @@ SERVING = {
     "0.5.21": set(BLOCK) - {"qkv_epilogue"},
     "0.5.23": set(BLOCK) - {"qkv_epilogue"},
 }
-BF16, BLOCK_FP8 = "bf16", "block FP8"
+# By the kind of FLUX.2's blocks, what has a step there. 0.5.11 quantizes their linears, too; the complex tables come
+# with 0.5.20.
+FLUX2_BLOCKS = {
+    "transformer_blocks": {"scale_prepack", "norm_quant", "gated_residual_norm", "qkv_epilogue", "act_quant"},
+    "single_transformer_blocks": {"norm_quant", "gated_residual_norm", "qk_norm_rope", "act_quant"},
+}
+FLUX2 = tuple(
+    feature.id for feature in CATALOGUE if feature.port_of("sglang_fastpath.patches.diffusion.flux2_blocks")
+)
+ROTATED_BY_STOCK = {"qkv_epilogue", "qk_norm_rope"}
+FLUX2_SERVING = {
+    version: set(FLUX2) - (ROTATED_BY_STOCK if version in ("0.5.21", "0.5.23") else set()) for version in MATRIX
+}
+BF16, BLOCK_FP8, FLUX2_BF16, FLUX2_FP8 = "bf16", "block FP8", "FLUX.2 bf16", "FLUX.2 block FP8"
 
 LAUNCHER = "sglang.multimodal_gen.runtime.launch_server"
 CLIENT = "sglang.multimodal_gen.runtime.scheduler_client:AsyncSchedulerClient"
@@ -166,9 +179,9 @@ def test_a_spawned_worker_has_the_plugin(version: str, probed: Callable[[str], R
     assert set(worker["replaced"]) == active_sites(STATES[version])
 
 
-@pytest.mark.parametrize("denoiser", [BF16, BLOCK_FP8])
+@pytest.mark.parametrize("denoiser", [BF16, BLOCK_FP8, FLUX2_BF16, FLUX2_FP8])
 @pytest.mark.parametrize("version", MATRIX)
-def test_guidance_gives_stocks_bytes(version: str, denoiser: str, probed: Callable[[str], Report]) -> None:
+def test_denoising_gives_stocks_bytes(version: str, denoiser: str, probed: Callable[[str], Report]) -> None:
     report = probed(version)
     stock = report["stock"][denoiser]
     assert report["plugged"][denoiser] == report["unplugged"][denoiser] == stock
@@ -181,6 +194,7 @@ def test_the_second_pass_reuses_the_modulation(version: str, probed: Callable[[s
     active = STATES[version]["cfg_mod_cache"] == ACTIVE
     # In block FP8 the guard's checks call the modulation again, which is reused each time.
     assert report["hits"][BF16]["cfg_mod_cache"] == (report["modulation_calls"] if active else 0)
+    assert report["hits"][FLUX2_BF16]["cfg_mod_cache"] == 0, "it has no second pass"
     assert (report["hits"][BLOCK_FP8]["cfg_mod_cache"] >= report["modulation_calls"]) is active
     assert all(fallbacks["cfg_mod_cache"] == {} for fallbacks in report["fallbacks"].values())
 
@@ -190,18 +204,64 @@ def test_the_fused_block_serves_every_block_in_block_fp8_and_says_what_it_leaves
     version: str, probed: Callable[[str], Report]
 ) -> None:
     report = probed(version)
+    (calls,) = report["block_calls"][BLOCK_FP8].values()
     assert report["failed"] == []
     for id in BLOCK:
         hits, fallbacks = report["hits"][BLOCK_FP8][id], report["fallbacks"][BLOCK_FP8][id]
         if id in SERVING[version]:
-            assert (hits, fallbacks) == (report["block_calls"], {})
+            assert (hits, fallbacks) == (calls, {})
         else:
             assert fallbacks and all(fallbacks), "neither served nor refused"
         assert report["hits"][BF16][id] == 0
-        assert sum(report["fallbacks"][BF16][id].values()) == report["block_calls"]
+        assert sum(report["fallbacks"][BF16][id].values()) == calls
     if version == "0.5.11":
-        refusal = {"attn.add_q_proj is not in block FP8 (UnquantizedLinearMethod)": report["block_calls"]}
+        refusal = {"attn.add_q_proj is not in block FP8 (UnquantizedLinearMethod)": calls}
         assert [report["fallbacks"][BLOCK_FP8][id] for id in BLOCK] == [refusal] * len(BLOCK)
+
+
+def flux2_calls(report: Report, id: str) -> int:
+    """How many blocks of a run of FLUX.2 have a step for the feature."""
+    calls = report["block_calls"][FLUX2_FP8]
+    return sum(calls[kind] for kind, ids in FLUX2_BLOCKS.items() if id in ids)
+
+
+@pytest.mark.parametrize("version", MATRIX)
+def test_flux2s_fused_blocks_serve_every_block_in_block_fp8_and_say_what_they_leave_to_stock(
+    version: str, probed: Callable[[str], Report]
+) -> None:
+    report = probed(version)
+    assert set(FLUX2) == set().union(*FLUX2_BLOCKS.values())
+    in_bf16 = {
+        kind: f"{linear} is not in block FP8 (UnquantizedLinearMethod)"
+        for kind, linear in zip(FLUX2_BLOCKS, ("attn.add_q_proj", "attn.to_qkv_mlp_proj"), strict=True)
+    }
+    for id in FLUX2:
+        hits, fallbacks = report["hits"][FLUX2_FP8][id], report["fallbacks"][FLUX2_FP8][id]
+        calls = flux2_calls(report, id)
+        if id in FLUX2_SERVING[version]:
+            assert (hits, fallbacks) == (calls, {})
+        else:
+            assert (hits, fallbacks) == (0, {"stock rotates q and k by complex tables on a CPU": calls})
+        assert report["hits"][FLUX2_BF16][id] == 0
+        assert report["fallbacks"][FLUX2_BF16][id] == {
+            in_bf16[kind]: report["block_calls"][FLUX2_BF16][kind] for kind, ids in FLUX2_BLOCKS.items() if id in ids
+        }
+    for id in BY_ID.keys() - set(FLUX2):
+        assert report["hits"][FLUX2_FP8][id] == report["hits"][FLUX2_BF16][id] == 0
+
+
+@pytest.mark.parametrize("version", MATRIX)
+def test_a_sum_that_stock_leaves_to_the_next_block_is_taken_by_a_fused_one(
+    version: str, probed: Callable[[str], Report]
+) -> None:
+    """(residual, x, gate), from 0.5.19: both streams between double blocks, one between single ones."""
+    report = probed(version)
+    pending, doubles = report["pending"], report["block_calls"][FLUX2_FP8]["transformer_blocks"] // 2
+    assert pending["handed_over"] == (0 if version in ("0.5.11", "0.5.17") else 3 * doubles)
+    assert pending["latents"] == report["stock"][FLUX2_FP8]
+    assert {id: pending["hits"][id] for id in FLUX2} == {
+        id: flux2_calls(report, id) // 2 if id in FLUX2_SERVING[version] else 0 for id in FLUX2
+    }
 
 
 @pytest.mark.parametrize("version", MATRIX)
@@ -220,8 +280,8 @@ def test_without_gpu_and_emulation_the_fused_block_is_unsupported(probed: Callab
     assert report["states"] == report["worker"]["states"] == states
     assert set(report["changed"]) == active_sites(states) | SEAMS_UNTIL_0_5_20
     assert report["plugged"] == report["stock"]
-    for denoiser in (BF16, BLOCK_FP8):
-        assert {id: report["hits"][denoiser][id] for id in BLOCK} == dict.fromkeys(BLOCK, 0)
+    for denoiser in report["hits"].values():
+        assert {id: denoiser[id] for id in (*BLOCK, *FLUX2)} == dict.fromkeys((*BLOCK, *FLUX2), 0)
 
 
 def test_a_changed_function_is_a_drift_that_names_it(probed: Callable[[str], Report]) -> None:
