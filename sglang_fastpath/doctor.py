@@ -12,7 +12,7 @@ from safetensors import safe_open
 from sglang_fastpath import contracts, envs
 from sglang_fastpath.environment import REQUIREMENTS, detect
 from sglang_fastpath.features import CATALOGUE
-from sglang_fastpath.plan import State, make_plan
+from sglang_fastpath.plan import FeatureRecord, State, make_plan
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,22 @@ def _features(environ: Mapping[str, str]) -> list[Finding]:
     except envs.ConfigurationError:
         return []
     plan = make_plan(settings, contracts.installed_release())
-    levels: dict[State, Literal["ok", "note", "error"]] = {
-        State.ACTIVE: "ok",
-        State.NATIVE: "ok",
-        State.OFF: "note",
-    }
-    return [
-        Finding(
-            id,
-            levels.get(record.state, "error"),
-            f"{record.state} ({record.reason})" if record.reason else str(record.state),
-        )
-        for id, record in plan.records.items()
-    ]
+    return [Finding(id, _level(record), _described(record)) for id, record in plan.records.items()]
+
+
+def _level(record: FeatureRecord) -> Literal["ok", "note", "error"]:
+    if record.state is State.ACTIVE:
+        return "note" if any(state is State.DRIFTED for state, _ in record.out.values()) else "ok"
+    others: dict[State, Literal["ok", "note"]] = {State.NATIVE: "ok", State.OFF: "note"}
+    return others.get(record.state, "error")
+
+
+def _described(record: FeatureRecord) -> str:
+    """State and reason; of an active feature, also the models in which it is not."""
+    if record.state is not State.ACTIVE:
+        return f"{record.state} ({record.reason})" if record.reason else str(record.state)
+    elsewhere = (f"{state} in {port.name} ({why})" for port, (state, why) in record.out.items())
+    return "; ".join([str(record.state), *elsewhere])
 
 
 def examine_checkpoint(path: Path) -> list[Finding]:

@@ -1,13 +1,17 @@
 """The plan: one state and one reason per feature, from settings, release and machine alone."""
 
 import dataclasses
+import os
+import shutil
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sglang_fastpath import contracts, envs
+from sglang_fastpath import contracts, doctor, envs
 from sglang_fastpath.environment import Environment
-from sglang_fastpath.features import CATALOGUE
+from sglang_fastpath.features import BY_ID, CATALOGUE, FLUX2, QWEN_IMAGE, Feature, Port
 from sglang_fastpath.plan import FeatureRecord, Plan, State, make_plan
 
 FEATURE = CATALOGUE[0]
@@ -178,3 +182,177 @@ def test_the_parity_policy_reaches_the_guard(release, parity: str, admitted: boo
     plan.guard.run(close.id, "sig", fast=lambda: torch.nextafter(one, one + 1), stock=lambda: one)
     (verdict,) = plan.guard.verdicts
     assert (verdict["verdict"] == "admitted") is admitted
+
+
+# --- ports ---------------------------------------------------------------------------------------------------------
+
+
+def port(model: str, **fields: Any) -> Port:
+    """A port with a site of its own and one that all ports share, and the same of what it relies on."""
+    places = {"sites": (f"m:{model}", "m:site"), "relies_on": (f"m:{model}.part", "m:part")}
+    return Port(**{"models": (model,), "patch": f"patch_of_{model}", **places, **fields})
+
+
+A, B, C = port("A"), port("B"), port("C", models=("C", "D"))
+WITH_PORTS = dataclasses.replace(FEATURE, id="cfg_mod_cache", ports=(A, B, C), needs=(), not_for={"E": "it has none"})
+
+
+def record_of(*ports: Port) -> FeatureRecord:
+    return FeatureRecord(dataclasses.replace(WITH_PORTS, ports=ports), State.ACTIVE)
+
+
+def test_a_feature_knows_its_ports_and_why_a_model_has_none() -> None:
+    assert WITH_PORTS.sites == ("m:A", "m:site", "m:B", "m:C")
+    assert WITH_PORTS.contract == ("m:A", "m:site", "m:A.part", "m:part", "m:B", "m:B.part", "m:C", "m:C.part")
+    assert [WITH_PORTS.port_of(f"patch_of_{model}") for model in "ABX"] == [A, B, None]
+    assert [WITH_PORTS.lacks(model) for model in "ACD"] == [None] * 3
+    assert WITH_PORTS.lacks("E") == "E: it has none"
+    assert WITH_PORTS.lacks("F") == "F: not written for it"
+    assert C.name == "C, D"
+
+
+def test_a_model_that_a_feature_is_not_for_has_no_port_of_it() -> None:
+    families = {QWEN_IMAGE, FLUX2}
+    for feature in CATALOGUE:
+        served = {model for port in feature.ports for model in port.models}
+        assert served and not served & feature.not_for.keys(), feature.id
+        if feature.path == "diffusion":
+            assert families <= served | feature.not_for.keys(), f"{feature.id}: why not the others?"
+        assert len({port.patch for port in feature.ports}) == len(feature.ports), "port_of could not tell them apart"
+
+
+def test_a_feature_is_active_as_long_as_one_of_its_ports_is() -> None:
+    record = record_of(A, B)
+    assert record.ports == (A, B)
+    record.take_out(A, State.DRIFTED, "changed")
+    assert (record.state, record.reason, record.ports) == (State.ACTIVE, "", (B,))
+    record.take_out(B, State.DRIFTED, "gone")
+    assert (record.state, record.reason, record.ports) == (State.DRIFTED, "A: changed; B: gone", ())
+
+
+@pytest.mark.parametrize(
+    ("outs", "state", "reason"),
+    [
+        ([(A, State.DRIFTED, "same"), (B, State.DRIFTED, "same")], State.DRIFTED, "same"),
+        ([(A, State.DRIFTED, "changed"), (B, State.NATIVE, "stock does it")], State.DRIFTED, "changed"),
+        ([(A, State.NATIVE, "stock does it"), (B, State.DRIFTED, "changed")], State.DRIFTED, "changed"),
+        ([(A, State.NATIVE, "since 1"), (B, State.NATIVE, "since 2")], State.NATIVE, "A: since 1; B: since 2"),
+    ],
+)
+def test_a_feature_without_a_port_says_the_worst_of_them(outs, state: State, reason: str) -> None:
+    record = record_of(A, B)
+    for out in outs:
+        record.take_out(*out)
+    assert (record.state, record.reason) == (state, reason)
+
+
+def test_what_is_said_of_a_feature_is_about_the_model_that_runs() -> None:
+    record = record_of(A, B, C)
+    plan = Plan(ON, "0.5.17", {"cfg_mod_cache": record})
+    record.take_out(B, State.DRIFTED, "changed")
+    assert plan.observed(record) == (State.DRIFTED, "changed"), "of no model known yet: what is worth knowing"
+    for model, expected in (
+        ("A", (State.NEVER_HIT, "no call reached it")),
+        ("B", (State.DRIFTED, "changed")),
+        ("D", (State.NEVER_HIT, "no call reached it")),
+        ("E", (State.UNSUPPORTED, "E: it has none")),
+    ):
+        plan.serve(model)
+        assert plan.observed(record) == expected, model
+    plan.serve("A")
+    record.hit()
+    assert plan.observed(record) == (State.ACTIVE, "")
+    plan.serve("B")
+    assert plan.observed(record) == (State.DRIFTED, "changed"), "hits in another model are no comfort"
+    assert plan.described(record) == "drifted (changed)"
+
+
+def test_hits_in_a_model_that_never_gave_its_name_count() -> None:
+    record = record_of(A, B)
+    record.take_out(B, State.DRIFTED, "changed")
+    record.hit()
+    assert record.observed() == (State.ACTIVE, "")
+
+
+def test_every_record_learns_which_model_runs() -> None:
+    records = {id: FeatureRecord(BY_ID[id], State.ACTIVE) for id in ("bias_fold", "qk_norm_rope")}
+    plan = Plan(ON, "0.5.17", records)
+    states = {}
+    for model in (QWEN_IMAGE, FLUX2, QWEN_IMAGE):
+        plan.serve(model)
+        states[model] = {id: plan.observed(record) for id, record in records.items()}
+    nothing = (State.NEVER_HIT, "no call reached it")
+    assert states[QWEN_IMAGE] == {
+        "bias_fold": nothing,
+        "qk_norm_rope": (State.UNSUPPORTED, "Qwen-Image: qkv_epilogue does it there"),
+    }
+    assert states[FLUX2] == {
+        "bias_fold": (State.UNSUPPORTED, "FLUX.2: its linears have no biases"),
+        "qk_norm_rope": nothing,
+    }
+
+
+def test_the_status_line_names_the_ports_that_are_out() -> None:
+    plan = Plan(ON, "0.5.17", {"one": record_of(A, B, C), "two": record_of(A), "three": record_of(B)})
+    one, two, _ = plan.records.values()
+    for record, id in zip(plan.records.values(), plan.records, strict=True):
+        record.feature = dataclasses.replace(record.feature, id=id)
+    one.take_out(B, State.DRIFTED, "changed")
+    one.take_out(C, State.NATIVE, "stock does it")
+    two.take_out(A, State.DRIFTED, "gone")
+    assert plan.summary("main") == (
+        "active 2/3 (main); native: one in C, D (stock does it); drifted: two (gone), one in B (changed)"
+    )
+
+
+CHANGED = "sglang.multimodal_gen.runtime.models.dits.flux_2:Flux2SwiGLU.forward"
+
+
+@pytest.fixture
+def changed_in_flux2(release: contracts.Release, tmp_path: Path) -> contracts.Release:
+    """The release with another function in the place of CHANGED, which FLUX.2's blocks alone rely on."""
+    root = tmp_path / "sglang"
+    shutil.copytree(release.root, root, copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__"))
+    module = root.parent.joinpath(*CHANGED.partition(":")[0].split(".")).with_suffix(".py")
+    text = module.read_text()
+    module.unlink()
+    module.write_text(text.replace("self.gate_fn(x1) * x2", "x2 * self.gate_fn(x1)"))
+    assert module.read_text() != text
+    return contracts.Release(release.version, root)
+
+
+def test_what_changed_in_one_model_is_out_there_alone(changed_in_flux2: contracts.Release) -> None:
+    plan = make_plan(ON, changed_in_flux2, H200)
+    patch = "sglang_fastpath.patches.diffusion.flux2_blocks"
+    for feature in CATALOGUE:
+        record, mine = plan.records[feature.id], feature.port_of(patch)
+        assert list(record.out) == ([mine] if mine else [])
+        if mine:
+            assert record.out[mine][0] is State.DRIFTED and CHANGED in record.out[mine][1]
+            assert record.state is (State.ACTIVE if len(feature.ports) > 1 else State.DRIFTED), feature.id
+    assert f"act_quant in FLUX.2 ({CHANGED}" in plan.summary("main")
+
+
+def test_doctor_names_the_model_in_which_a_feature_is_not_active(
+    changed_in_flux2: contracts.Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contracts, "installed_release", lambda: changed_in_flux2)
+    found = {finding.topic: finding for finding in doctor.examine({"SGLANG_FASTPATH": "1", envs.EMULATE: "1"}, None)}
+    assert found["act_quant"].text.startswith(f"active; drifted in FLUX.2 ({CHANGED}")
+    assert found["act_quant"].level == "note"
+    assert found["qk_norm_rope"].text.startswith(f"drifted ({CHANGED}")
+    assert found["qk_norm_rope"].level == "error"
+    assert (found["bias_fold"].text, found["bias_fold"].level) == ("active", "ok")
+
+
+def test_a_port_that_stock_has_made_needless_is_native_and_the_others_stay(release) -> None:
+    feature: Feature = dataclasses.replace(
+        WITH_PORTS,
+        ports=(port("A", sites=(), relies_on=(), native_since="0.5.17"), port("B", sites=(), relies_on=())),
+    )
+    record = make_plan(ON, release, H200, [feature]).records[feature.id]
+    assert record.state is State.ACTIVE
+    assert record.out == {feature.ports[0]: (State.NATIVE, "stock does it since 0.5.17")}
+    needless = dataclasses.replace(feature, ports=feature.ports[:1])
+    record = make_plan(ON, release, H200, [needless]).records[feature.id]
+    assert (record.state, record.reason) == (State.NATIVE, "stock does it since 0.5.17")
