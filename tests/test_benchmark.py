@@ -1,5 +1,6 @@
 """`bench denoiser`, as far as a machine without a GPU can tell: what is compared, counted, undone and recorded."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from sglang_fastpath.benchmark_variants import (
     only,
 )
 from sglang_fastpath.denoisers import build_qwen_image, start_runtime
-from sglang_fastpath.features import QWEN_IMAGE
+from sglang_fastpath.features import FLUX2, QWEN_IMAGE
 from sglang_fastpath.guidance_loop import GuidanceLoop
 from sglang_fastpath.plan import State
 
@@ -196,6 +197,37 @@ def test_fast_has_every_feature_but_the_graph_and_the_graph_variants_differ_in_n
             assert id not in switched_on(eager[f"without {id}"])
 
 
+def test_each_family_is_ablated_by_its_own_features() -> None:
+    """Those that are not for a model, or not active here, would show nothing."""
+    for model, missing in (
+        (QWEN_IMAGE, {"gated_residual_norm", "qk_norm_rope"}),
+        (FLUX2, {"cfg_mod_cache", "bias_fold"}),
+    ):
+        variants = make_variants(model, emulate=True)
+        active = {record.feature.id for record in variants["fast"].plan.active()}  # type: ignore[union-attr]
+        assert missing < active
+        ablated = active - missing
+        assert variants.keys() == {
+            "stock",
+            "fast",
+            *(f"{how} {id}" for how in ("alone", "without") for id in ablated),
+        }
+        for id in ablated:
+            assert switched_on(variants[f"alone {id}"]) == {id}
+            assert switched_on(variants[f"without {id}"]) == ablated - {id}
+        assert make_variants(model, ablation=False, emulate=True).keys() == {"stock", "fast"}
+
+
+def test_a_model_is_sized_by_what_is_given() -> None:
+    qwen_image, flux2 = (benchmark.MODELS[name] for name in ("qwen-image", "flux2"))
+    assert (qwen_image.family, flux2.family) == (QWEN_IMAGE, FLUX2)
+    for model in (qwen_image, flux2):
+        assert model.sized(None, None) == {}
+        assert model.sized(None, 3) == {"heads": 3}
+    assert qwen_image.sized(2, None) == {"layers": 2}
+    assert flux2.sized(2, 3) == {"layers": 2, "single_layers": 2, "heads": 3}
+
+
 def test_torch_compile_is_sglangs_own_on_the_blocks_and_only_while_it_is_applied(
     denoiser: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +377,35 @@ def test_the_eager_run_says_what_each_feature_did(emulated: None) -> None:
         # The host is the device here, and the profiler sees no kernel.
         assert (entry["launches"], entry["kernel_ms"], entry["sustained_sm_mhz"]) == (0, 0.0, None)
         assert "kernels" not in entry
+    assert plan.current() is None
+
+
+def test_a_comparison_without_times_says_of_each_variant_whether_its_bytes_are_stocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Emulated by itself, and put back: linears built later are not."""
+    variants = {"stock": Variant(), "fast": Variant(only("act_quant", emulate=True)), "broken": Broken(serves=0)}
+    monkeypatch.setattr(benchmark, "make_variants", lambda family, emulate: variants)
+    fp8 = importlib.import_module(fp8_cpu_emulation.FP8_MODULE)
+    dispatch = fp8.dispatch_w8a8_block_fp8_linear
+    flux2 = Workload(
+        model="flux2",
+        arch={"layers": 1, "single_layers": 1, "heads": 2, "joint_attention_dim": 128},
+        image_hw=(2, 3),
+        text_tokens=5,
+        attention="torch_sdpa",
+        device="cpu",
+    )
+    found = benchmark.run_parity(flux2, steps=1, emulate=True)
+    assert found.keys() == {"fast", "broken"}
+    assert (found["fast"]["bitwise_equal"], found["fast"]["failed"]) == (True, "")
+    assert found["fast"]["features"]["act_quant"]["hits"] == 2
+    assert found["broken"] == {
+        "bitwise_equal": False,
+        "failed": "RuntimeError: the first line and `the` second",
+        "features": {},
+    }
+    assert fp8.dispatch_w8a8_block_fp8_linear is dispatch
     assert plan.current() is None
 
 

@@ -4,6 +4,7 @@ import functools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from sglang_fastpath.patches.diffusion import fp8_cpu_emulation
 from typer.testing import CliRunner
 
 from sglang_fastpath import __version__, benchmark, cli, contracts, doctor, envs
+from sglang_fastpath.benchmark_variants import Variant, only
 from sglang_fastpath.cli import app
 from sglang_fastpath.denoisers import start_runtime
 from sglang_fastpath.features import CATALOGUE
@@ -38,6 +40,20 @@ def test_features_is_the_catalogue() -> None:
     assert [(entry["id"], entry["env"]) for entry in listed] == [(f.id, f.env) for f in CATALOGUE]
     table = run("features").stdout
     assert all(feature.env in table for feature in CATALOGUE)
+
+
+def test_features_shows_by_model_what_is_replaced_and_why_something_is_not() -> None:
+    listed = {entry["id"]: entry for entry in json.loads(run("features", "--json").stdout)}
+    # As if no line had been broken: the first column of what follows a break is empty.
+    sections = "".join(run("features").stdout.split()).split("switchSGLANG_FASTPATH_")[1:]
+    for feature, section in zip(CATALOGUE, sections, strict=True):
+        for port, entry in zip(feature.ports, listed[feature.id]["ports"], strict=True):
+            assert (entry["models"], entry["sites"]) == (list(port.models), list(port.sites))
+            native = f"(nativesince{port.native_since})" if port.native_since else ""
+            assert "".join(port.name.split()) + native + "".join(port.sites) in section
+        assert listed[feature.id]["not_for"] == feature.not_for
+        for model, reason in feature.not_for.items():
+            assert "".join(f"{model}not there: {reason}".split()) in section
 
 
 def test_env_shows_every_variable_with_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +170,68 @@ def test_quantize_errors_are_one_line_without_a_traceback(tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture
+def started() -> Iterator[None]:
+    """SGLang looks for the file behind stdout when it starts, which a CliRunner does not have. On one thread: those
+    that wait for each other take longer than a tiny denoiser."""
+    start_runtime()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+TINY = ["--emulate", "--layers", "1", "--heads", "2", "--width", "64", "--height", "64", "--text-tokens", "7"]
+IN_FLUX2 = {feature.id for feature in CATALOGUE if feature.port_of("sglang_fastpath.patches.diffusion.flux2_blocks")}
+
+
+@pytest.mark.usefixtures("started")
+def test_ablate_compares_one_denoiser_with_each_of_its_features_on_and_off() -> None:
+    outcomes = json.loads(run("ablate", "--model", "flux2", *TINY, "--steps", "2", "--json").stdout)
+    assert outcomes.keys() == {"fast", *(f"{how} {id}" for how in ("alone", "without") for id in IN_FLUX2)}
+    for name, outcome in outcomes.items():
+        assert outcome["bitwise_equal"] and not outcome["failed"]
+        how, _, id = name.partition(" ")
+        expected = {"fast": IN_FLUX2, "alone": {id}, "without": IN_FLUX2 - {id}}[how]
+        assert {id for id, seen in outcome["features"].items() if seen["hits"]} == expected
+        assert all(outcome["features"][id]["state"] == "active" for id in expected)
+    assert outcomes["fast"]["features"]["qk_norm_rope"]["hits"] == 2, "a single block, two steps"
+    assert outcomes["fast"]["features"]["act_quant"]["hits"] == 4, "and a double one"
+    assert outcomes["fast"]["features"]["bias_fold"]["state"] == "unsupported (FLUX.2: its linears have no biases)"
+
+
+@pytest.mark.usefixtures("started")
+def test_ablate_exits_with_1_and_says_which_variant_of_a_denoiser_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variant can be made to differ: the verdict is handed in."""
+    both = {name: Variant() for name in ("stock", "fast")} | {
+        "alone act_quant": Variant(only("act_quant", emulate=True))
+    }
+    monkeypatch.setattr(benchmark, "make_variants", lambda family, emulate: both)
+    monkeypatch.setattr(benchmark, "compare", lambda latents, stock: "a difference")
+    shown = run("ablate", "--model", "qwen-image", *TINY, "--steps", "1", expect=1).stdout
+    assert "DIFFERENT" in shown and "identical" not in shown
+    assert "alone act_quant" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["--model-path", "--model", "one of them"]),
+        (["--model", "flux2", "--model-path", "here"], ["one of them"]),
+        (["--model", "flux"], ["'flux'", "qwen-image", "flux2"]),
+        pytest.param(
+            ["--model", "flux2"],
+            ["ablate --model without --emulate", "NVIDIA GPU"],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU"),
+        ),
+    ],
+)
+def test_ablate_refuses_what_it_cannot_compare(arguments: list[str], words: list[str]) -> None:
+    result = CliRunner().invoke(app, ["ablate", *arguments])
+    assert result.exit_code == 1
+    assert all(word in str(result.exception) for word in words)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -170,13 +248,10 @@ def test_bench_denoiser_refuses_what_it_does_not_know(arguments: list[str], word
 
 @pytest.mark.parametrize(("graph", "equal"), [(True, False), (False, True)])
 def test_bench_denoiser_writes_its_result_and_exits_with_1_unless_the_bytes_are_stocks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, graph: bool, equal: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, started: None, graph: bool, equal: bool
 ) -> None:
     """On a tiny denoiser and the CPU, where no variant can be made to differ: the verdict is handed in."""
-    start_runtime()
     revert = fp8_cpu_emulation.apply()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # those that wait for each other take longer than the denoiser
     tiny = {"image_hw": (4, 4), "device": "cpu"}
     full = benchmark.MODELS["qwen-image"]
     small = full._replace(arch=full.arch | {"heads": 2, "joint_attention_dim": 128})
@@ -195,7 +270,6 @@ def test_bench_denoiser_writes_its_result_and_exits_with_1_unless_the_bytes_are_
         )
     finally:
         revert()
-        torch.set_num_threads(threads)
     document = json.loads(output.read_text())
     assert json.loads(result.stdout) == document
     assert (document["model"], document["attention"], document["arch"]["layers"]) == ("qwen-image", "torch_sdpa", 1)
