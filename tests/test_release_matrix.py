@@ -40,7 +40,7 @@ STATES = {
     "0.5.21": {"cfg_mod_cache": NATIVE, **ALIKE},
     "0.5.23": {"cfg_mod_cache": NATIVE, **ALIKE},
 }
-# What must serve every block of Qwen-Image in block FP8. 0.5.11 leaves its QKV and MLP linears in bf16; from 0.5.21
+# What must serve every block of Qwen-Image in block FP8. 0.5.11 leaves its QKV and MLP linears in bf16; from 0.5.20
 # on a CPU stock rotates q and k by complex tables, which only GPUs spare it.
 SERVING = {
     "0.5.11": set(),
@@ -49,8 +49,8 @@ SERVING = {
     "0.5.21": set(BLOCK) - {"qkv_epilogue"},
     "0.5.23": set(BLOCK) - {"qkv_epilogue"},
 }
-# By the kind of FLUX.2's blocks, what has a step there. 0.5.11 quantizes their linears, too; the complex tables come
-# with 0.5.20.
+# By the kind of FLUX.2's blocks, what has a step there. 0.5.11 quantizes their linears, too; the complex tables are
+# Qwen-Image's.
 FLUX2_BLOCKS = {
     "transformer_blocks": {"scale_prepack", "norm_quant", "gated_residual_norm", "qkv_epilogue", "act_quant"},
     "single_transformer_blocks": {"norm_quant", "gated_residual_norm", "qk_norm_rope", "act_quant"},

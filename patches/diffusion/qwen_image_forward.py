@@ -344,7 +344,7 @@ def _stock_qkv_epilogue(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Stock's own norm and rotation of each stream, and the concatenation.
 
-    `rotary` (text, image) are whole tables. `freqs_complex` (image, text; from 0.5.21): stock rotates by these where
+    `rotary` (text, image) are whole tables. `freqs_complex` (image, text; from 0.5.20): stock rotates by these where
     it has no fused kernel.
     """
     from sglang.multimodal_gen.runtime.layers.layernorm import apply_qk_norm_with_optional_rope
