@@ -526,6 +526,27 @@ def test_what_the_kernels_refuse_of_a_call_is_left_to_stock(denoiser, kind: str)
                 assert hits(new)[id] == before[id] + 3
 
 
+def test_where_stock_norms_and_rotates_strided_q_and_k_itself_it_does(
+    denoiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 0.5.21, on a GPU, with klein-4b's 24 heads: SGLang's own question about q and k is answered with yes."""
+    from sglang.multimodal_gen.runtime.models.dits import flux_2
+
+    asked: list[tuple[Any, ...]] = []
+
+    def can_use(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor) -> bool:
+        asked.append((q.shape, q.stride(1), q_weight.shape, cos_sin_cache.shape))
+        return True
+
+    monkeypatch.setattr(flux_2, "can_use_flux2_strided_qknorm_rope", can_use, raising=False)
+    with fastpath() as new:
+        passes = assert_like_stock(denoiser, FAMILY.inputs(denoiser))
+        assert hits(new) == served(denoiser, passes, on=FAMILY.others("qk_norm_rope"))
+        reason = "stock has a kernel of its own for it here"
+        assert new.records["qk_norm_rope"].fallbacks == {reason: passes * LAYERS}
+    assert set(asked) == {((1, TOKENS, 2, 128), 9 * 256, (128,), (TOKENS, 128))}
+
+
 def nested(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tuple(nested(part, change) for part in value) if isinstance(value, tuple) else change(value)
 
