@@ -48,7 +48,7 @@ setup(
     install_requires=["packaging", "psutil", "rich", "safetensors>=0.8", "torch", "typer", "wrapt"],
     extras_require={
         "sglang": ["sglang[diffusion]>=0.5.11,<=0.5.23"],
-        "test": ["hypothesis", "mypy", "pytest", "ruff"],
+        "test": ["hypothesis", "mypy", "pytest", "pytest-xdist", "ruff"],
     },
     packages=list(packages()),
     package_dir=packages(),

@@ -9,12 +9,5 @@ source scripts/install.sh
 .venv/bin/mypy
 .venv/bin/python scripts/releases.py
 [ $# -eq 0 ] || exec .venv/bin/python -m pytest "$@"
-# Engines spend most of their time starting: beside the other tests they cost few minutes.
-engines=$(mktemp)
-trap 'rm -f "$engines"' EXIT
-.venv/bin/python -m pytest -m engine > "$engines" 2>&1 &
-failed=0
-.venv/bin/python -m pytest -m "not engine" || failed=1
-wait $! || failed=1
-cat "$engines"
-exit $failed
+# Two at once, as tests/conftest.py groups them.
+exec .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder

@@ -27,7 +27,7 @@ from stock_chains import assert_same_bytes
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sglang_fastpath import contracts, envs, plan, plugin
+from sglang_fastpath import contracts, envs, hooks, plan, plugin
 from sglang_fastpath.denoisers import start_runtime
 from sglang_fastpath.features import CATALOGUE
 from sglang_fastpath.plan import FeatureRecord, Plan, State
@@ -220,6 +220,7 @@ def class_forward(model: nn.Module, blocks: str, change: Callable[[Any], Any]) -
     """Another function in the place of the blocks' forward, as a plugin that knows nothing of us would put it."""
     block_type: Any = type(blocks_of(model, blocks)[0])
     before = block_type.forward
+    ours = hooks._replacements.get(id(before))
 
     def forward(block: nn.Module, **kwargs: Any) -> Any:
         return change(before(block, **kwargs))
@@ -228,7 +229,8 @@ def class_forward(model: nn.Module, blocks: str, change: Callable[[Any], Any]) -
     try:
         yield forward
     finally:
-        block_type.forward = before
+        # The plugin may have gone meanwhile; to put its replacement back would bring it into later tests.
+        block_type.forward = ours.live() if ours else before
 
 
 # --- families ------------------------------------------------------------------------------------------------------

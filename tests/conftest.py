@@ -1,5 +1,7 @@
 """What every test shares: `tests/` on the import path, and no trace of the plugin left from one test to the next."""
 
+import functools
+import operator
 import os
 import sys
 from collections.abc import Iterator
@@ -13,14 +15,48 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-@pytest.fixture(autouse=True)
-def plugin_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Starts from an environment without the plugin's variables and ends with SGLang's own objects in place."""
-    for name in list(os.environ):
-        if name.startswith("SGLANG_FASTPATH"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    yield
-    from sglang_fastpath import plugin
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """How tests run beside each other (`-n 2`): a file stays in one process, for what its fixtures have made; the
+    engines, several processes each, come one after another, and first, since nothing else takes as long."""
+    items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+    for item in items:
+        group = "engine" if item.get_closest_marker("engine") else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
 
-    plugin.deactivate()
+
+@pytest.fixture(autouse=True)
+def plugin_absent(tmp_path: Path) -> Iterator[None]:
+    """Starts from an environment without the plugin's variables and ends with SGLang's own objects in place.
+
+    A context of its own, not the `monkeypatch` fixture: what a test patches has to be undone before the plugin is,
+    or the undoing would put back a replacement of the plugin that the test had patched over.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        for name in list(os.environ):
+            if name.startswith("SGLANG_FASTPATH"):
+                patched.delenv(name)
+        patched.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        yield
+        from sglang_fastpath import plugin
+
+        plugin.deactivate()
+    left = [site for site in _sites() if _is_ours(site)]
+    assert not left, f"the test has left replacements of the plugin behind: {', '.join(left)}"
+
+
+@functools.cache
+def _sites() -> frozenset[str]:
+    from sglang_fastpath.features import CATALOGUE
+
+    return frozenset(site for feature in CATALOGUE for site in feature.sites)
+
+
+def _is_ours(site: str) -> bool:
+    from sglang_fastpath import hooks
+
+    module, _, qualname = site.partition(":")
+    try:
+        function = operator.attrgetter(qualname)(sys.modules[module])
+    except (KeyError, AttributeError):  # not imported, or not in this release
+        return False
+    return hooks.beneath_ours(function) is not function

@@ -725,7 +725,6 @@ def test_a_site_that_is_taken_before_makes_all_features_drifted(denoiser, on: tu
 def test_a_site_that_is_lost_later_makes_all_features_drifted(denoiser) -> None:
     inputs = denoiser_inputs(denoiser, **REQUEST)
     block_type = type(denoiser.transformer_blocks[0])
-    original = vars(block_type)["forward"]
     with fastpath((*FEATURES, "cfg_mod_cache")) as new:
         assert_like_stock(denoiser, inputs, passes=2)
         with class_forward(denoiser, BLOCKS, twice_all) as forward:
@@ -738,4 +737,3 @@ def test_a_site_that_is_lost_later_makes_all_features_drifted(denoiser) -> None:
             assert_same_bytes(infer(denoiser, inputs), theirs)
             plugin.deactivate()
             assert vars(block_type)["forward"] is forward
-        block_type.forward = original
