@@ -15,6 +15,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """How tests run beside each other (`-n 2`): a file stays in one process, for what its fixtures have made; the
     engines, several processes each, come one after another, and first, since nothing else takes as long."""
