@@ -9,5 +9,5 @@ source scripts/install.sh
 .venv/bin/mypy
 .venv/bin/python scripts/releases.py
 [ $# -eq 0 ] || exec .venv/bin/python -m pytest "$@"
-# Two at once, as tests/conftest.py groups them.
-exec .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# Two files at a time, in the order of tests/conftest.py.
+exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -14,15 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# The two that start engines, several processes each, stay apart.
+LONGEST = ("test_engine", "test_flux2_blocks", "test_qwen_image_block", "test_server")
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """How tests run beside each other (`-n 2`): a file stays in one process, for what its fixtures have made; the
-    engines, several processes each, come one after another, and first, since nothing else takes as long."""
-    items.sort(key=lambda item: item.get_closest_marker("engine") is None)
-    for item in items:
-        group = "engine" if item.get_closest_marker("engine") else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
+    """The files that take minutes first: two processes that share the files (`-n 2`) then end at about one time."""
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(autouse=True)
