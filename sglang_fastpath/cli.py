@@ -149,21 +149,49 @@ def doctor(
 @app.command()
 def status(
     all_processes: Annotated[bool, typer.Option("--all", help="Also processes that have ended.")] = False,
+    url: Annotated[str | None, typer.Option(help="Ask this server, e.g. http://127.0.0.1:30000.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="With --url: the server's API key, if it has one.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What each process runs: per feature its state, hits, fallbacks with reasons, and parity verdicts."""
+    """What each process runs: per feature its state, hits, fallbacks with reasons, and parity verdicts.
+
+    Of the user's processes on this machine, or with --url of one server. Exit 1 if that cannot be asked.
+    """
     from sglang_fastpath import status as status_files
 
+    if url is not None:
+        _show_server(url, api_key, all_processes=all_processes, as_json=as_json)
+        return
+    if api_key is not None:
+        sys.exit("sglang-fastpath: --api-key is for --url, which is missing")
     folder = _settings().status_dir
     found = status_files.read(folder, all_processes=all_processes)
     if as_json:
-        print_json([{"life": process.life, **process.document} for process in found])
+        print_json([process.as_json() for process in found])
         return
     if not found:
         ended = "" if all_processes else " is running (--all shows those that have ended)"
         console.print(f"No process with the plugin{ended}; looked in {folder}.")
     for process in found:
         show_process(process.life, process.document)
+
+
+def _show_server(url: str, api_key: str | None, *, all_processes: bool, as_json: bool) -> None:
+    from sglang_fastpath import server_route
+
+    if all_processes:
+        sys.exit("sglang-fastpath: --all is for this machine's status files; a server shows its own processes")
+    try:
+        processes = server_route.fetch(url, api_key=api_key)
+    except server_route.StatusUnavailableError as error:
+        sys.exit(f"sglang-fastpath: {error}")
+    if as_json:
+        print_json(processes)
+        return
+    if not processes:
+        console.print(f"The server at {url} has the plugin, but its processes could not write their status.")
+    for process in processes:
+        show_process(process["life"], process)
 
 
 def show_process(life: str, document: dict[str, Any]) -> None:
@@ -270,7 +298,7 @@ def ablate(
                     "variant": o.variant.name,
                     "image": o.image,
                     "identical": o.identical,
-                    "workers": [{"life": w.life, **w.document} for w in o.workers],
+                    "workers": [worker.as_json() for worker in o.workers],
                 }
                 for o in outcomes
             ]

@@ -14,6 +14,7 @@ QWEN3 = "Qwen3"
 QWEN2 = "Qwen2"
 LLAMA = "Llama"
 LLM = "LLMs"  # all that SGLang's language model server runs
+_LLM_FAMILIES = {"Qwen3ForCausalLM": QWEN3, "Qwen2ForCausalLM": QWEN2, "LlamaForCausalLM": LLAMA}
 
 _QWEN_IMAGE = "sglang.multimodal_gen.runtime.models.dits.qwen_image"
 _FLUX2 = "sglang.multimodal_gen.runtime.models.dits.flux_2"
@@ -113,7 +114,7 @@ class Feature:
 
     def lacks(self, model: str) -> str | None:
         """Why it does nothing in a model, or None if it has a port there."""
-        names = {model, LLM} if model in (QWEN3, QWEN2, LLAMA) else {model}
+        names = {model} if model in (QWEN_IMAGE, FLUX2) else {model, LLM}
         if any(names.intersection(port.models) for port in self.ports):
             return None
         return f"{model}: {self.not_for.get(model, 'not written for it')}"
@@ -419,6 +420,11 @@ CATALOGUE: tuple[Feature, ...] = (
 )
 
 BY_ID: dict[str, Feature] = {feature.id: feature for feature in CATALOGUE}
+
+
+def llm_family(architecture: str) -> str:
+    """What the catalogue calls the models of a class of SGLang's; an unknown class keeps its name."""
+    return _LLM_FAMILIES.get(architecture, architecture)
 
 
 def contract_targets() -> tuple[str, ...]:

@@ -81,6 +81,17 @@ class FeatureRecord:
         known = reason in self.fallbacks or len(self.fallbacks) < _MOST_REASONS
         self.fallbacks[reason if known else "other reasons"] += 1
 
+    def planned(self) -> tuple[State, str]:
+        """The state before any call: what the model that is loaded here lacks is unsupported."""
+        if (
+            self.state is State.ACTIVE
+            and not self.hits
+            and self.model
+            and (lacking := self.feature.lacks(self.model))
+        ):
+            return State.UNSUPPORTED, lacking
+        return self.state, self.reason
+
     def observed(self, failed_signatures: Iterable[str] = ()) -> tuple[State, str]:
         """The state as seen from outside: an active feature may have failed its parity or never been hit."""
         if self.state is not State.ACTIVE:
@@ -141,6 +152,16 @@ class Plan:
             for record in self.records.values():
                 record.model = model
 
+    def narrow(self, path: str) -> None:
+        """Forgets the features of the other path, "llm" or "diffusion", once it is known what this process serves."""
+        self.records = {id: record for id, record in self.records.items() if record.feature.serves(path)}
+
+    def loaded(self, model: str) -> None:
+        """Notes which model has been loaded here, unless one of its modules has said so: that may be of a family
+        which serves models by other names, too."""
+        if not self._served:
+            self.serve(model)
+
     def failed_signatures(self, feature_id: str) -> list[str]:
         return [
             v["signature"]
@@ -159,8 +180,9 @@ class Plan:
 
     def summary(self, role: str) -> str:
         """The status line: `active 6/7 (diffusion worker 0); off: a; unsupported: b (no nvcc)`."""
-        states = {record.feature.id: (record.state, record.reason) for record in self.records.values()}
-        parts = [f"active {len(self.active())}/{len(states)} ({role})"]
+        states = {record.feature.id: record.planned() for record in self.records.values()}
+        active = sum(state is State.ACTIVE for state, _ in states.values())
+        parts = [f"active {active}/{len(states)} ({role})"]
         for state in State:
             named = [f"{id} ({reason})" if reason else id for id, (s, reason) in states.items() if s is state]
             named += [

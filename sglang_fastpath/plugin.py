@@ -18,8 +18,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from sglang_fastpath import __version__, contracts, envs, plan, workers
-from sglang_fastpath.features import CATALOGUE
+from sglang_fastpath import __version__, contracts, envs, plan, server_route, workers
+from sglang_fastpath.features import CATALOGUE, llm_family
 from sglang_fastpath.hooks import Patch
 from sglang_fastpath.plan import FeatureRecord, Plan, State
 from sglang_fastpath.status import StatusWriter
@@ -35,11 +35,12 @@ _PARSERS = {
 }
 _LAUNCHER = "sglang.multimodal_gen.runtime.launch_server"
 _FP8 = "sglang.multimodal_gen.runtime.layers.quantization.fp8"
+_LLM_EMULATED = ("sglang.srt.layers.quantization.fp8", "sglang.srt.layers.rotary_embedding.base")
 _EVENT_LOOP = "sglang.multimodal_gen.runtime.managers.scheduler:Scheduler.event_loop"
 _LOADS_IN_WORKERS = Version("0.5.21")  # from here on SGLang loads plugins in its diffusion workers itself
-# SGLang's names of the processes that load a diffusion model: these speak once it is loaded.
-_DIFFUSION_PREFIX = "sglang-"
-_WORKER_NAME = re.compile(rf"{_DIFFUSION_PREFIX}diffusionWorker-(\d+)")
+_LLM_SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+_WORKER_NAME = re.compile(r"sglang-diffusionWorker-(\d+)")  # SGLang's name of the process
+_SCHEDULER_TITLE = re.compile(r"sglang::scheduler_?(.*)")  # what SGLang writes where `ps` shows it
 
 _patches: dict[str, Patch] = {}
 _status: StatusWriter | None = None
@@ -80,11 +81,17 @@ def activate(*, in_worker: bool = False, path: str | None = None) -> None:
     if settings.emulate and "emulation" not in _patches:
         _patches["emulation"] = emulation = Patch()
         emulation.call_when_imported(_FP8, _emulate_fp8)
+        for module in _LLM_EMULATED:
+            emulation.call_when_imported(module, functools.partial(_emulate_llm, module))
     if settings.enabled and not in_worker and "watch" not in _patches:
         watch, alive = Patch(), WorkerWatch()
         _patches["watch"] = watch
         watch.replace(f"{CLIENT}.initialize", alive.wrap_initialize, stock_only=False)
         watch.replace(f"{CLIENT}.forward", alive.wrap_forward, stock_only=False)
+    if settings.enabled and not in_worker and "route" not in _patches:
+        _patches["route"] = route = Patch(on_lost=_warn_about_route)
+        route.call_when_imported(server_route.LLM_SERVER, server_route.add_to_llm_server)
+        route.replace(server_route.CREATE_APP, server_route.wrap_create_app, stock_only=False)
     if settings.enabled and plan.current() is None:
         catalogue = [feature for feature in CATALOGUE if feature.serves(path)]
         apply(new := plan.make_plan(settings, release, catalogue=catalogue))
@@ -168,7 +175,13 @@ def _report(new: Plan) -> None:
     new.on_event = lambda: _status.write(new) if _status else None
     _patches["ready"] = ready = Patch()
     ready.replace(_EVENT_LOOP, _announcing_readiness, stock_only=False)
-    if not multiprocessing.current_process().name.startswith(_DIFFUSION_PREFIX):
+    ready.replace(f"{_LLM_SCHEDULER}.run_event_loop", _announcing_llm, stock_only=False)
+    # 0.5.11 inherits `on_idle`; no feature of the LLM path, whose counts this is about, is active there.
+    _patches["counts"] = counts = Patch()
+    counts.replace(f"{_LLM_SCHEDULER}.run_batch", _reporting_counts, stock_only=False)
+    counts.replace(f"{_LLM_SCHEDULER}.on_idle", _catching_up, stock_only=False)
+    # Processes that others start speak when they have loaded a model, or never: then there is nothing to say.
+    if _is_main():
         _announce(new)
 
 
@@ -214,12 +227,20 @@ def _announce(new: Plan) -> None:
 
 
 def _role() -> str:
-    """What this process is, in words: `main`, `diffusion worker 0`, or the process's own name."""
+    """What this process is, in words: `main`, `diffusion worker 0`, `scheduler TP0`, or the process's own name."""
     name = multiprocessing.current_process().name
     worker = _WORKER_NAME.fullmatch(name)
     if worker:
         return f"diffusion worker {worker[1]}"
-    return "main" if multiprocessing.parent_process() is None else name
+    titles = sys.modules.get("setproctitle")
+    if titles and (scheduler := _SCHEDULER_TITLE.fullmatch(titles.getproctitle())):
+        return f"scheduler {scheduler[1].replace('_', ' ')}".strip()
+    return "main" if _is_main() else name
+
+
+def _is_main() -> bool:
+    """Whether nobody spawned this process. By its name: its parent is not known yet while it imports SGLang."""
+    return multiprocessing.current_process().name == "MainProcess"
 
 
 def _announcing_readiness(event_loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,6 +259,48 @@ def _announcing_readiness(event_loop: Callable[..., Any]) -> Callable[..., Any]:
         return event_loop(scheduler)
 
     return announced_event_loop
+
+
+def _announcing_llm(run_event_loop: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a scheduler of the language model server, one for each rank."""
+
+    @functools.wraps(run_event_loop)
+    def announced_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        if new := plan.current():
+            new.narrow("llm")
+            verify(new)
+            runner = getattr(getattr(scheduler, "tp_worker", None), "model_runner", None)
+            if (model := getattr(runner, "model", None)) is not None:
+                new.loaded(llm_family(type(model).__name__))
+            if _status:
+                _status.serves = True
+            _announce(new)
+        return run_event_loop(scheduler, *args, **kwargs)
+
+    return announced_event_loop
+
+
+def _reporting_counts(run_batch: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run_batch)
+    def reported_run_batch(*args: Any, **kwargs: Any) -> Any:
+        result = run_batch(*args, **kwargs)
+        if new := plan.current():
+            new.on_progress()
+        return result
+
+    return reported_run_batch
+
+
+def _catching_up(on_idle: Callable[..., Any]) -> Callable[..., Any]:
+    """Writes what the last batch counted: nothing else would, until the next one."""
+
+    @functools.wraps(on_idle)
+    def on_idle_and_catch_up(*args: Any, **kwargs: Any) -> Any:
+        if _status and (new := plan.current()):
+            _status.catch_up(new)
+        return on_idle(*args, **kwargs)
+
+    return on_idle_and_catch_up
 
 
 def verify(new: Plan) -> None:
@@ -274,8 +337,20 @@ def _emulate_fp8() -> Callable[[], None]:
     return revert
 
 
+def _emulate_llm(module: str) -> Callable[[], None]:
+    """The same for language models."""
+    from sglang_fastpath.patches.llm import cpu_emulation
+
+    revert: Callable[[], None] = cpu_emulation.apply(module)
+    return revert
+
+
 def _warn_about_workers(why: str) -> None:
     logger.warning("sglang-fastpath cannot get into the diffusion workers (%s); stock serves", why)
+
+
+def _warn_about_route(why: str) -> None:
+    logger.warning("%s is not added to the server (%s); use `sglang-fastpath status`", server_route.PATH, why)
 
 
 def _log_to_stderr() -> None:

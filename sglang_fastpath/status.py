@@ -40,6 +40,7 @@ class StatusWriter:
         self._started = psutil.Process().create_time()
         self._written_at = 0.0
         self._broken = False
+        self._pending = False
 
     @property
     def path(self) -> Path:
@@ -47,12 +48,19 @@ class StatusWriter:
 
     def write_soon(self, plan: Plan) -> None:
         """For counts on the hot path: writes only if the last write is a second old."""
+        self._pending = True
         if time.monotonic() - self._written_at >= _WRITE_INTERVAL_SECONDS:
             self.write(plan)
+
+    def catch_up(self, plan: Plan) -> None:
+        """For idle loops: writes counts that came too soon after a write, once that is a second old."""
+        if self._pending:
+            self.write_soon(plan)
 
     def write(self, plan: Plan) -> None:
         """Replaces the status file. A failure is logged once and tried again at the next event."""
         self._written_at = time.monotonic()
+        self._pending = False
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self._folder, suffix=".tmp", delete=False) as file:
@@ -106,6 +114,10 @@ class ProcessStatus:
 
     life: Literal["running", "ended"]
     document: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """As `sglang-fastpath status --json` and a server's /fastpath give it."""
+        return {"life": self.life, **self.document}
 
 
 def read(folder: Path, *, all_processes: bool = False) -> list[ProcessStatus]:

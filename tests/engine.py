@@ -54,6 +54,15 @@ def tiny_qwen_image(folder: Path, *, seed: int = 0, fp8: bool = True) -> Path:
     return quantized if fp8 else bf16
 
 
+def tiny_qwen3(folder: Path, *, seed: int = 0) -> Path:
+    """A small Qwen3 in block FP8 in `folder`; made by the project's own script unless it is there."""
+    model = folder / f"tiny-qwen3-{seed}"
+    if not model.exists():
+        script = ROOT / "scripts" / "make_tiny_checkpoint.py"
+        run([sys.executable, str(script), str(model), "--model", "qwen3", "--seed", str(seed)])
+    return model
+
+
 def run(
     command: Sequence[str],
     *,
@@ -107,11 +116,8 @@ class Server:
         self.status_dir = folder / "status"
         self._log_path = folder / "log.txt"
         port = free_ports(4)
-        self._url = f"http://127.0.0.1:{port}"
-        command = [program("sglang"), "serve", str(model), *(["--plugin", "fastpath"] if plugin else [])]
-        # The port after `port` is taken by SGLang's own broker.
-        command += ["--host", "127.0.0.1", "--port", str(port), "--scheduler-port", str(port + 2)]
-        command += ["--master-port", str(port + 3), "--warmup-mode", "off", *arguments]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [*self._command(model, port), *(["--plugin", "fastpath"] if plugin else []), *arguments]
         switched = {envs.EMULATE: "1", **({envs.STATUS_DIR: str(self.status_dir)} if plugin else {})}
         with self._log_path.open("w") as log:
             self.process = subprocess.Popen(
@@ -122,6 +128,14 @@ class Server:
                 stderr=subprocess.STDOUT,
             )
 
+    @staticmethod
+    def _command(model: Path, port: int) -> list[str]:
+        """Starts the server at `port`; the three ports behind it are free, too."""
+        command = [program("sglang"), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+        # The port after `port` is taken by SGLang's own broker.
+        ports = ["--scheduler-port", str(port + 2), "--master-port", str(port + 3)]
+        return [*command, *ports, "--warmup-mode", "off"]
+
     @property
     def log(self) -> str:
         text = self._log_path.read_text(errors="replace")
@@ -131,7 +145,7 @@ class Server:
         """Returns once the server is healthy."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self._url}/health", timeout=5):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
                 return self
             time.sleep(0.25)
         raise EngineError(f"the server did not start (exit code {self.process.poll()}):\n{self.log[-6000:]}")
@@ -143,7 +157,7 @@ class Server:
             urllib.error.HTTPError: for an answer that is an error.
         """
         request = urllib.request.Request(
-            f"{self._url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{self.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             decoded: dict[str, Any] = json.load(answer)
@@ -173,6 +187,43 @@ class Server:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         self.process.wait(timeout=30)
+
+
+class LlmServer(Server):
+    """One `python -m sglang.launch_server --model-path MODEL --device cpu` process of two ranks, as `Server`."""
+
+    def __init__(
+        self, model: Path, folder: Path, *, plugin: bool, variables: Mapping[str, str] | None = None
+    ) -> None:
+        settings = {
+            "SGLANG_ROPE_CACHE_FP32": "1",  # as on a GPU
+            "SGLANG_CPU_OMP_THREADS_BIND": f"0|{(os.cpu_count() or 1) - 1}",  # or it wants a NUMA node for each
+            "SGLANG_NCCL_SO_PATH": "none",  # where SGLang finds NCCL, it takes the ranks for GPUs
+            **(variables or {}),
+        }
+        super().__init__(model, folder, plugin=plugin, arguments=["--tp-size", "2"], variables=settings)
+
+    @staticmethod
+    def _command(model: Path, port: int) -> list[str]:
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(port + 1)]
+        # SGLang's attention for CPUs needs AMX; its scheduler would keep a core busy while it has nothing to do.
+        command += ["--attention-backend", "torch_native", "--sleep-on-idle", "--skip-server-warmup"]
+        return [*command, "--max-total-tokens", "4096", "--disable-cuda-graph"]
+
+    def complete(self, prompt: str, *, tokens: int = 16, **options: Any) -> dict[str, Any]:
+        """Text and log probabilities of the likeliest tokens, by the OpenAI route."""
+        body = {
+            "model": "x",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "logprobs": 1,
+            "ignore_eos": True,
+        }
+        (choice,) = self.post("/v1/completions", {**body, **options})["choices"]
+        answer: dict[str, Any] = choice
+        return answer
 
 
 def free_ports(count: int) -> int:

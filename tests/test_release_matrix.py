@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sglang_fastpath import server_route
 from sglang_fastpath.features import BY_ID, CATALOGUE
 
 pytestmark = pytest.mark.releases
@@ -67,9 +68,13 @@ BF16, BLOCK_FP8, FLUX2_BF16, FLUX2_FP8 = "bf16", "block FP8", "FLUX.2 bf16", "FL
 LAUNCHER = "sglang.multimodal_gen.runtime.launch_server"
 CLIENT = "sglang.multimodal_gen.runtime.scheduler_client:AsyncSchedulerClient"
 READINESS = "sglang.multimodal_gen.runtime.managers.scheduler:Scheduler.event_loop"
-EMULATION = "sglang.multimodal_gen.runtime.layers.quantization.fp8:dispatch_w8a8_block_fp8_linear"
+EMULATION = {
+    f"sglang.{path}.layers.quantization.fp8:dispatch_w8a8_block_fp8_linear"
+    for path in ("multimodal_gen.runtime", "srt")
+}
 PROCESS_TARGETS = {f"{LAUNCHER}:run_scheduler_process", f"{LAUNCHER}:_run_disagg_role_process"}
-SEAMS = {READINESS, f"{CLIENT}.initialize", f"{CLIENT}.forward"}
+ROUTE = {f"{module}:create_app" for module in (server_route.CREATE_APP.partition(":")[0], LAUNCHER)}
+SEAMS = {READINESS, f"{CLIENT}.initialize", f"{CLIENT}.forward"} | ROUTE
 SEAMS_UNTIL_0_5_20 = SEAMS | PROCESS_TARGETS
 
 # In the contracts of cfg_mod_cache and step_graph alone.
@@ -154,7 +159,7 @@ def active_sites(states: dict[str, list[str]]) -> set[str]:
 
 def assert_stock_serves(report: Report) -> None:
     """The plugin is there and serves nothing, in the parent and in a worker."""
-    assert set(report["changed"]) <= SEAMS_UNTIL_0_5_20 | {EMULATION}
+    assert set(report["changed"]) <= SEAMS_UNTIL_0_5_20 | EMULATION
     assert report["left_behind"] == report["worker"]["replaced"] == []
     assert report["worker"]["states"] == report["states"]
     assert report["stock"] == report["plugged"]
@@ -270,7 +275,7 @@ def test_nothing_else_of_sglang_changes_and_all_of_it_comes_back(
 ) -> None:
     report = probed(version)
     seams = SEAMS_UNTIL_0_5_20 if version in ("0.5.11", "0.5.17", "0.5.19") else SEAMS
-    assert set(report["changed"]) == active_sites(STATES[version]) | seams | {EMULATION}
+    assert set(report["changed"]) == active_sites(STATES[version]) | seams | EMULATION
     assert report["left_behind"] == []
 
 
@@ -321,6 +326,25 @@ def test_a_process_that_does_not_ask_for_the_plugin_keeps_stock(probed: Callable
     report = probed(NOT_ASKED_0_5_17)
     assert report["states"] is None and report["changed"] == []
     assert_stock_serves(report)
+
+
+@pytest.mark.parametrize("version", MATRIX)
+def test_every_release_has_the_language_model_servers_seams(version: str) -> None:
+    """Read, not imported: its modules want a GPU's libraries in some releases."""
+    tree = unpacked(version) / "sglang" / "srt"
+    server = ast.parse((tree / "entrypoints" / "http_server.py").read_text())
+    applications = [
+        node
+        for node in server.body
+        if isinstance(node, ast.Assign) and ast.unparse(node).startswith("app = FastAPI(")
+    ]
+    assert len(applications) == 1
+    scheduler = ast.parse((tree / "managers" / "scheduler.py").read_text())
+    (kind,) = (node for node in scheduler.body if isinstance(node, ast.ClassDef) and node.name == "Scheduler")
+    methods = {node.name for node in kind.body if isinstance(node, ast.FunctionDef)}
+    assert methods >= {"run_event_loop", "run_batch"}
+    assert ("on_idle" in methods) is (version != "0.5.11")
+    assert "sglang::scheduler{prefix.replace(' ', '_')}" in (tree / "managers" / "scheduler.py").read_text()
 
 
 def test_the_guidance_loop_needs_no_import_before_it() -> None:

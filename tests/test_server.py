@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from engine import Server, http_error, tiny_qwen_image
 
-from sglang_fastpath import __version__
+from sglang_fastpath import __version__, server_route
 from sglang_fastpath.features import CATALOGUE, QWEN_IMAGE
 
 pytestmark = pytest.mark.engine
@@ -131,6 +131,9 @@ def test_status_is_of_this_server_and_verdicts_are_admissions(servers: Servers) 
     assert shown.keys() == {"main", WORKER}
     assert shown["main"]["pid"] == servers.fastpath.process.pid
     assert (shown["main"]["serves"], shown[WORKER]["serves"]) == (False, True)
+    assert {process["role"]: process for process in server_route.fetch(servers.fastpath.url)} == shown
+    with pytest.raises(server_route.StatusUnavailableError, match="runs without the plugin"):
+        server_route.fetch(servers.stock.url)
     assert all(process["emulated"] and process["sglang"] == "0.5.17" for process in shown.values())
     assert {verdict["verdict"] for verdict in shown[WORKER]["verdicts"]} == {"admitted"}
     assert {feature.id for feature in CATALOGUE} == shown[WORKER]["features"].keys()

@@ -1,0 +1,97 @@
+"""`sglang.launch_server` with the plugin on two ranks: what it says of itself, in its log and over HTTP."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from engine import LlmServer, tiny_qwen3
+from typer.testing import CliRunner
+
+from sglang_fastpath import __version__, cli, server_route
+from sglang_fastpath.features import BY_ID, CATALOGUE
+
+pytestmark = pytest.mark.engine
+
+RANKS = ("scheduler TP0", "scheduler TP1")
+FUSED = ("rmsnorm_quant", "silu_quant", "qk_norm_rope_kv")
+LLM = [feature for feature in CATALOGUE if feature.serves("llm")]
+CLIENTS = 24
+PROMPTS = [f"{'a cat and a dog ' * (i % 5)}in the rain, {i}" for i in range(CLIENTS)]
+
+
+class Servers(NamedTuple):
+    """Stock's starts with the second weights, the plugin's with the first: each is a fresh server to the other."""
+
+    stock: LlmServer
+    fastpath: LlmServer
+    weights: tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    folder = tmp_path_factory.mktemp("llm-servers")
+    weights = tuple(tiny_qwen3(tmp_path_factory.getbasetemp(), seed=seed) for seed in (0, 1))
+    with contextlib.ExitStack() as stack:
+        stock = LlmServer(weights[1], folder / "stock", plugin=False)
+        stack.callback(stock.stop)
+        on = {BY_ID[id].env: "1" for id in FUSED}
+        fastpath = LlmServer(weights[0], folder / "fastpath", plugin=True, variables=on)
+        stack.callback(fastpath.stop)
+        stock.wait()
+        fastpath.wait()
+        yield Servers(stock, fastpath, (weights[0], weights[1]))
+
+
+def answers(server: LlmServer, prompts: Sequence[str] = PROMPTS[:3]) -> list[Any]:
+    """Tokens and log probabilities, one request after another: each is a batch of its own."""
+    return [told(server.complete(prompt)) for prompt in prompts]
+
+
+def told(choice: Mapping[str, Any]) -> Any:
+    """What of an answer depends on the model."""
+    return choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
+
+
+def settled(server: LlmServer) -> dict[str, dict[str, Any]]:
+    """What /fastpath shows, by role, once the counts of the last batch must have been written."""
+    time.sleep(1.5)
+    return {process["role"]: process for process in server_route.fetch(server.url)}
+
+
+def status(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.app, ["status", *arguments], env={"COLUMNS": "200"})
+
+
+def test_each_rank_says_what_it_runs_in_its_log_and_over_http(servers: Servers) -> None:
+    server = servers.fastpath
+    answers(server)
+    shown = settled(server)
+    assert shown.keys() == {"main", *RANKS}
+    assert shown == server.status(), "/fastpath and the status files are one"
+    assert [shown[role]["serves"] for role in ("main", *RANKS)] == [False, True, True]
+    for role in RANKS:
+        features = shown[role]["features"]
+        assert features.keys() == {feature.id for feature in LLM}
+        for id in FUSED:
+            assert features[id]["state"] == "active" and features[id]["hits"] > 0, features[id]
+            assert not features[id]["fallbacks"].keys() - {"no tokens"}
+        assert {verdict["verdict"] for verdict in shown[role]["verdicts"]} == {"admitted"}
+    assert shown[RANKS[0]]["features"] == shown[RANKS[1]]["features"], "the ranks do the same on their shards"
+    for role in ("main", *RANKS):
+        line = f"sglang-fastpath {__version__}: active {len(FUSED)}/{len(LLM)} ({role})"
+        assert server.log.count(line) == 1, line
+    assert server.log.count(f"sglang-fastpath {__version__}: ") == 3
+    printed = status("--url", server.url).stdout
+    assert all(f"{role} (pid {shown[role]['pid']}, running)" in printed for role in RANKS)
+    assert json.loads(status("--url", f"{server.url}/", "--json").stdout)[0]["pid"] == shown["main"]["pid"]
+
+
+def test_a_server_without_the_plugin_is_told_from_one_that_is_not_there(servers: Servers) -> None:
+    assert f"sglang-fastpath {__version__}" not in servers.stock.log, "stock must be stock"
+    without = status("--url", servers.stock.url)
+    assert without.exit_code == 1
+    assert "the server runs without the plugin; start it with --plugin fastpath" in without.output
