@@ -1,14 +1,18 @@
-"""`sglang.launch_server` with the plugin on two ranks: what it says of itself, in its log and over HTTP."""
+"""`sglang.launch_server` with the plugin on two ranks: stock's answers, new weights too, and what /fastpath shows."""
 
+import base64
 import contextlib
 import json
 import time
+import urllib.error
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from engine import LlmServer, tiny_qwen3
+import torch
+from engine import LlmServer, http_error, tiny_qwen3
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from sglang_fastpath import __version__, cli, server_route
@@ -95,3 +99,43 @@ def test_a_server_without_the_plugin_is_told_from_one_that_is_not_there(servers:
     without = status("--url", servers.stock.url)
     assert without.exit_code == 1
     assert "the server runs without the plugin; start it with --plugin fastpath" in without.output
+
+
+def test_weights_from_disk_and_from_tensors_are_a_fresh_servers_answers_and_a_failed_update_changes_nothing(
+    servers: Servers, tmp_path: Path
+) -> None:
+    stock, fastpath, (first, second) = servers
+    before, fresh = answers(fastpath), answers(stock)
+    assert before != fresh
+
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        fastpath.post("/update_weights_from_disk", {"model_path": str(tmp_path / "missing")})
+    code, body = http_error(raised.value)
+    assert code == 400 and "Failed to get weights iterator" in json.loads(body)["message"]
+    assert answers(fastpath) == before, "the old weights serve on"
+
+    fastpath.load_weights(second)
+    assert answers(fastpath) == fresh
+
+    update_from_tensors(fastpath, load_file(first / "model.safetensors"))
+    assert answers(fastpath) == before
+    stock.load_weights(first)
+    assert answers(stock) == before
+    features = settled(fastpath)[RANKS[0]]["features"]
+    assert all(features[id]["state"] == "active" for id in FUSED)
+
+
+def update_from_tensors(server: LlmServer, tensors: dict[str, torch.Tensor]) -> None:
+    """`/update_weights_from_tensor`, every tensor in shared memory, one handle for each rank."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")  # the others need a key that only children have
+    try:
+        handles = [
+            base64.b64encode(MultiprocessingSerializer.serialize(list(tensors.items()))).decode() for _ in RANKS
+        ]
+        answer = server.post("/update_weights_from_tensor", {"serialized_named_tensors": handles})
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+    assert answer["success"], answer
