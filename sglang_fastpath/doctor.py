@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from sglang_fastpath import contracts, envs
 from sglang_fastpath.environment import REQUIREMENTS, detect
-from sglang_fastpath.features import CATALOGUE
+from sglang_fastpath.features import CATALOGUE, llm_family
 from sglang_fastpath.plan import FeatureRecord, State, make_plan
 
 
@@ -102,10 +102,14 @@ def _described(record: FeatureRecord) -> str:
 
 
 def examine_checkpoint(path: Path) -> list[Finding]:
-    """What a diffusers checkpoint folder holds: model class and quantization scheme, as SGLang would read them."""
+    """What a diffusers pipeline's or a language model's folder holds: model class and quantization scheme, as SGLang
+    would read them, and which features do nothing in a language model of this class."""
     index = path / "model_index.json"
     if not index.is_file():
-        return [Finding("checkpoint", "error", f"{path} has no model_index.json: not a diffusers pipeline folder")]
+        if (path / "config.json").is_file():
+            return _language_model(path)
+        text = f"{path} has neither model_index.json (a diffusers pipeline) nor config.json (a language model)"
+        return [Finding("checkpoint", "error", text)]
     pipeline = json.loads(index.read_text())["_class_name"]
     config = json.loads((path / "transformer" / "config.json").read_text())
     quantization = config.get("quantization_config")
@@ -125,6 +129,24 @@ def examine_checkpoint(path: Path) -> list[Finding]:
                 "so it would fall back to diffusers and nothing would be accelerated. Rename it or pass --model-id.",
             )
         )
+    return findings
+
+
+def _language_model(path: Path) -> list[Finding]:
+    config = json.loads((path / "config.json").read_text())
+    architecture = (config.get("architectures") or ["a model without architectures"])[0]
+    quantization = config.get("quantization_config")
+    findings = [Finding("checkpoint", "ok", f"{architecture}, {_scheme(quantization)}")]
+    model = llm_family(architecture)
+    features = [feature for feature in CATALOGUE if feature.serves("llm")]
+    findings += [
+        Finding(feature.id, "note", f"{State.UNSUPPORTED} ({lacking})")
+        for feature in features
+        if (lacking := feature.lacks(model))
+    ]
+    if not quantization or quantization.get("weight_block_size") != [128, 128]:
+        names = ", ".join(feature.id for feature in features)
+        findings.append(Finding("scheme", "note", f"not in block FP8 [128, 128]: {names} leave it to stock"))
     return findings
 
 

@@ -1,4 +1,4 @@
-"""Layers of SGLang's own Qwen3 on a CPU: block FP8 by the torch reference, torch's attention, the paged cache."""
+"""Decoder layers of SGLang's own language models on a CPU: block FP8 by the torch reference, torch's attention."""
 
 import importlib
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from sglang_fastpath.patches.diffusion.fp8_cpu_emulation import w8a8_block_fp8_l
 from torch import Tensor, nn
 
 from sglang_fastpath import contracts, envs, hooks
-from sglang_fastpath.features import BY_ID
+from sglang_fastpath.features import BY_ID, LLAMA, QWEN2, QWEN3
 from sglang_fastpath.plan import FeatureRecord, Plan, State
 
 Q_HEADS, KV_HEADS = 16, 8
@@ -41,10 +41,16 @@ def start_runtime(folder: Path) -> None:
     initialize_dp_attention(get_server_args(), ModelConfig.from_server_args(get_server_args()))
 
 
-def build_layers(count: int, folder: Path, *, seed: int = 0) -> list[nn.Module]:
-    """`count` layers of `Qwen3DecoderLayer` with random weights."""
+LAYERS_OF = {
+    QWEN3: "sglang.srt.models.qwen3:Qwen3DecoderLayer",
+    QWEN2: "sglang.srt.models.qwen2:Qwen2DecoderLayer",
+    LLAMA: "sglang.srt.models.llama:LlamaDecoderLayer",
+}
+
+
+def build_layers(count: int, folder: Path, *, seed: int = 0, model: str = QWEN3) -> list[nn.Module]:
+    """`count` decoder layers of a family of models, of one size, with random weights."""
     from sglang.srt.layers.quantization.fp8 import Fp8Config
-    from sglang.srt.models.qwen3 import Qwen3DecoderLayer
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(folder))
@@ -54,9 +60,9 @@ def build_layers(count: int, folder: Path, *, seed: int = 0) -> list[nn.Module]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        layers = [
-            Qwen3DecoderLayer(config, layer_id=i, quant_config=quantized, prefix=f"layers.{i}") for i in range(count)
-        ]
+        module, _, name = LAYERS_OF[model].partition(":")
+        kind = getattr(importlib.import_module(module), name)
+        layers = [kind(config, layer_id=i, quant_config=quantized, prefix=f"layers.{i}") for i in range(count)]
     finally:
         torch.set_default_dtype(before)
     generator = torch.Generator().manual_seed(seed)

@@ -141,6 +141,40 @@ def test_doctor_says_that_float16_stays_with_stock(tmp_path: Path, dtype: torch.
     assert ("dtype" in topics) is noted
 
 
+LANGUAGE_FEATURES = [feature.id for feature in CATALOGUE if feature.serves("llm")]
+BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("config", "notes"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"], "quantization_config": BLOCK_FP8}, []),
+        (
+            {"architectures": ["LlamaForCausalLM"], "quantization_config": BLOCK_FP8},
+            ["unsupported (Llama: it has no QK norm)"],
+        ),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "quantization_config": BLOCK_FP8},
+            ["unsupported (Gemma2ForCausalLM: not written for it)"] * 3,
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"]},
+            [f"not in block FP8 [128, 128]: {', '.join(LANGUAGE_FEATURES)} leave it to stock"],
+        ),
+    ],
+)
+def test_doctor_says_what_a_language_model_lacks(tmp_path: Path, config: dict, notes: list[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    first, *rest = doctor.examine_checkpoint(tmp_path)
+    assert (first.level, first.text.split(",")[0]) == ("ok", config["architectures"][0])
+    assert [(finding.level, finding.text) for finding in rest] == [("note", note) for note in notes]
+
+
+def test_doctor_knows_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (finding,) = doctor.examine_checkpoint(tmp_path)
+    assert finding.level == "error" and "neither model_index.json" in finding.text
+
+
 def test_doctor_warns_of_the_silent_fallback_to_diffusers(tmp_path: Path) -> None:
     findings = doctor.examine_checkpoint(checkpoint(tmp_path / "my-model", None))
     assert [finding.topic for finding in findings if finding.level == "error"] == ["backend"]

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_fastpath import contracts, doctor, envs
 from sglang_fastpath.environment import Environment
-from sglang_fastpath.features import BY_ID, CATALOGUE, FLUX2, QWEN_IMAGE, Feature, Port
+from sglang_fastpath.features import BY_ID, CATALOGUE, FLUX2, LLAMA, QWEN_IMAGE, Feature, Port, llm_family
 from sglang_fastpath.plan import FeatureRecord, Plan, State, make_plan
 
 FEATURE = CATALOGUE[0]
@@ -290,6 +290,47 @@ def test_every_record_learns_which_model_runs() -> None:
         "bias_fold": (State.UNSUPPORTED, "FLUX.2: its linears have no biases"),
         "qk_norm_rope": nothing,
     }
+
+
+LANGUAGE = ("gemm_tuner", "rmsnorm_quant", "silu_quant", "qk_norm_rope_kv")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "lacking"),
+    [
+        ("Qwen3ForCausalLM", {}),
+        ("Qwen2ForCausalLM", {"qk_norm_rope_kv": "Qwen2: it has no QK norm"}),
+        ("LlamaForCausalLM", {"qk_norm_rope_kv": "Llama: it has no QK norm"}),
+        ("Gemma2ForCausalLM", dict.fromkeys(LANGUAGE[1:], "Gemma2ForCausalLM: not written for it")),
+        ("Qwen3MoeForCausalLM", dict.fromkeys(LANGUAGE[1:], "Qwen3MoeForCausalLM: not written for it")),
+    ],
+)
+def test_a_loaded_language_model_tells_the_status_line_what_it_lacks(
+    release: contracts.Release, architecture: str, lacking: dict[str, str]
+) -> None:
+    plan = make_plan(dataclasses.replace(ON, switches={f.id: True for f in CATALOGUE}), release, H200)
+    plan.narrow("llm")
+    assert tuple(plan.records) == LANGUAGE
+    plan.loaded(llm_family(architecture))
+    unsupported = f"; unsupported: {', '.join(f'{id} ({why})' for id, why in lacking.items())}" if lacking else ""
+    assert (
+        plan.summary("scheduler") == f"active {len(LANGUAGE) - len(lacking)}/{len(LANGUAGE)} (scheduler){unsupported}"
+    )
+    for id, record in plan.records.items():
+        nothing = (State.NEVER_HIT, "no call reached it")
+        assert plan.observed(record) == ((State.UNSUPPORTED, lacking[id]) if id in lacking else nothing)
+
+
+def test_a_model_of_known_layers_is_served_whatever_its_name(release: contracts.Release) -> None:
+    """Mistral's are Llama's: the layers say so while they are built, before the model is loaded."""
+    plan = make_plan(dataclasses.replace(ON, switches={f.id: True for f in CATALOGUE}), release, H200)
+    plan.serve(LLAMA)
+    plan.loaded(llm_family("MistralForCausalLM"))
+    assert plan.observed(plan.records["silu_quant"])[0] is State.NEVER_HIT
+    record = plan.records["qk_norm_rope_kv"]
+    assert record.planned() == (State.UNSUPPORTED, "Llama: it has no QK norm")
+    record.hit()
+    assert record.planned() == plan.observed(record) == (State.ACTIVE, ""), "a draft model of another family"
 
 
 def test_the_status_line_names_the_ports_that_are_out() -> None:

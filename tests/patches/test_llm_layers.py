@@ -1,4 +1,4 @@
-"""`rmsnorm_quant`, `silu_quant` and `qk_norm_rope_kv` in SGLang's own Qwen3 layers: stock's bytes in prefill and
+"""`rmsnorm_quant`, `silu_quant` and `qk_norm_rope_kv` in SGLang's own decoder layers: stock's bytes in prefill and
 decode, and what makes each of them stand aside."""
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,8 @@ from sglang_fastpath.patches.llm import quantized_outputs
 from stock_chains import assert_same_bytes
 from torch import Tensor, nn
 
-from sglang_fastpath.plan import Plan
+from sglang_fastpath.features import LLAMA, QWEN2
+from sglang_fastpath.plan import Plan, State
 
 LAYERS = 2
 FEATURES = ("rmsnorm_quant", "silu_quant", "qk_norm_rope_kv")
@@ -56,6 +57,21 @@ def test_prefill_and_decode_give_stocks_bytes(folder, stock_layers, only, tokens
     assert hits(plan) == {id: expected[id] for id in features}
     assert {v["verdict"] for v in plan.guard.verdicts} == {"admitted"}
     assert not any(record.fallbacks for record in plan.records.values())
+
+
+@pytest.mark.parametrize("model", [QWEN2, LLAMA])
+def test_layers_of_other_families_give_stocks_bytes_and_lack_what_is_qwen3s(folder, model) -> None:
+    with fastpath(FEATURES) as plan:
+        layers = build_layers(LAYERS, folder, model=model)
+        fast = run(layers, 5, decode=3)
+    assert_same_runs(fast, run(build_layers(LAYERS, folder, model=model), 5, decode=3))
+    calls = 4 * LAYERS
+    assert hits(plan) == {"rmsnorm_quant": 2 * calls - 2, "silu_quant": calls - 1, "qk_norm_rope_kv": 0}
+    assert {v["verdict"] for v in plan.guard.verdicts} == {"admitted"}
+    assert not any(record.fallbacks for record in plan.records.values())
+    observed = {id: plan.observed(record) for id, record in plan.records.items()}
+    assert observed.pop("qk_norm_rope_kv") == (State.UNSUPPORTED, f"{model}: it has no QK norm")
+    assert set(observed.values()) == {(State.ACTIVE, "")}
 
 
 @pytest.mark.parametrize("guard", ["off", "always", "sample:2"])
