@@ -7,7 +7,7 @@ and the environment alone; what its processes did is read from the status files 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,15 +44,16 @@ STOCK = Variant("stock", plugin=False)
 EVERYTHING = Variant("fastpath", plugin=True)
 
 
-def with_features(workers: list[ProcessStatus]) -> Iterator[Variant]:
+def with_features(workers: list[ProcessStatus], wanted: Collection[str] | None = None) -> Iterator[Variant]:
     """Each feature off alone, and (if there are several) each on alone.
 
     `workers`: what those of `EVERYTHING` said; a feature that none of them could use, in this model or on this
-    machine, is left out.
+    machine, is left out. So is one that is not among those `wanted`, by id, unless that is None.
     """
     states = [worker.document["features"] for worker in workers]
     out = {State.OFF, State.UNSUPPORTED}
     features = [f for f in CATALOGUE if not states or any(s.get(f.id, {}).get("state") not in out for s in states)]
+    features = [feature for feature in features if wanted is None or feature.id in wanted]
     for feature in features:
         yield Variant(f"without {feature.id}", plugin=True, switches={feature.env: "0"})
     for feature in features if len(features) > 1 else ():

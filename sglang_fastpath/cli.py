@@ -231,6 +231,9 @@ def ablate(
     heads: Annotated[int | None, typer.Option(help="With --model: heads of 128, if not the model's own.")] = None,
     text_tokens: Annotated[int | None, typer.Option(help="With --model: if not as many as it takes.")] = None,
     attention: Annotated[str, typer.Option(help="With --model: SGLang's attention backend.")] = "fa",
+    features: Annotated[
+        str | None, typer.Option(help="With --model-path: of the features these, a,b,...; two runs each.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="Where images, logs and status files go.")] = Path("ablation"),
     prompt: str = "a cat",
     negative_prompt: Annotated[str, typer.Option(help="Guidance needs one to run two passes a step.")] = "blurry",
@@ -256,6 +259,11 @@ def ablate(
         sys.exit(
             "sglang-fastpath: ablate takes --model-path (a checkpoint) or --model (qwen-image, flux2), one of them"
         )
+    wanted = None if features is None else [name.strip() for name in features.split(",")]
+    if unknown := [name for name in wanted or () if name not in BY_ID]:
+        sys.exit(f"sglang-fastpath: --features: no {unknown[0]!r}; known: {', '.join(BY_ID)}")
+    if model is not None and wanted is not None:
+        sys.exit("sglang-fastpath: --features is for --model-path; with --model every feature is ablated")
     if model is not None:
         full = _full_size(model)
         _ablate_denoiser(
@@ -289,7 +297,7 @@ def ablate(
             except ablation.AblationError as error:
                 sys.exit(f"sglang-fastpath: {variant.name}: {error}")
             if variant is ablation.EVERYTHING:
-                planned += ablation.with_features(outcomes[-1].workers)
+                planned += ablation.with_features(outcomes[-1].workers, wanted)
             bar.advance(task)
     if as_json:
         print_json(

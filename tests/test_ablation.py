@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from sglang_fastpath import ablation, envs
+from sglang_fastpath import ablation, cli, envs
 from sglang_fastpath.features import BY_ID, CATALOGUE
 from sglang_fastpath.status import ProcessStatus
 
@@ -48,6 +49,26 @@ def test_what_no_worker_could_use_is_left_out(state: str) -> None:
 def test_what_could_have_run_is_ablated(state: str) -> None:
     assert "act_quant" in ablated(worker(act_quant=state))
     assert "act_quant" in ablated(worker(act_quant="unsupported"), worker(act_quant=state)), "in another worker"
+
+
+def test_of_the_features_that_could_run_those_that_are_wanted_are_ablated() -> None:
+    workers = [worker(step_graph="off")]
+    wanted = ["norm_quant", "step_graph", "cfg_mod_cache"]
+    names = [variant.name for variant in ablation.with_features(workers, wanted)]
+    assert names == ["without cfg_mod_cache", "without norm_quant", "only cfg_mod_cache", "only norm_quant"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--model-path", "x", "--features", "norm_quant,norm"], "--features: no 'norm'; known: cfg_mod_cache, "),
+        (["--model", "flux2", "--features", "norm_quant"], "--features is for --model-path"),
+    ],
+)
+def test_features_that_cannot_be_chosen_are_an_error(options: list[str], says: str) -> None:
+    result = CliRunner().invoke(cli.app, ["ablate", *options])
+    assert result.exit_code == 1
+    assert says in result.output + str(result.exception)
 
 
 def test_a_single_feature_is_not_run_alone_again() -> None:

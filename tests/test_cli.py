@@ -17,7 +17,7 @@ from sglang_fastpath import __version__, benchmark, cli, contracts, doctor, envs
 from sglang_fastpath.benchmark_variants import Variant, only
 from sglang_fastpath.cli import app
 from sglang_fastpath.denoisers import start_runtime
-from sglang_fastpath.features import CATALOGUE
+from sglang_fastpath.features import CATALOGUE, QWEN_IMAGE
 from sglang_fastpath.plan import make_plan
 from sglang_fastpath.status import StatusWriter
 
@@ -217,6 +217,21 @@ def started() -> Iterator[None]:
 
 TINY = ["--emulate", "--layers", "1", "--heads", "2", "--width", "64", "--height", "64", "--text-tokens", "7"]
 IN_FLUX2 = {feature.id for feature in CATALOGUE if feature.port_of("sglang_fastpath.patches.diffusion.flux2_blocks")}
+
+
+IN_QWEN_IMAGE = {f.id for f in CATALOGUE if f.measured and not f.needs_a_gpu and not f.lacks(QWEN_IMAGE)}
+
+
+@pytest.mark.usefixtures("started")
+def test_ablate_has_each_feature_of_qwen_image_on_alone_and_off_alone() -> None:
+    """Whole engines are ablated by two features only (tests/test_engine.py): here it costs no start."""
+    outcomes = json.loads(run("ablate", "--model", "qwen-image", *TINY, "--steps", "3", "--json").stdout)
+    assert outcomes.keys() == {"fast", *(f"{how} {id}" for how in ("alone", "without") for id in IN_QWEN_IMAGE)}
+    for name, outcome in outcomes.items():
+        assert outcome["bitwise_equal"] and not outcome["failed"]
+        how, _, id = name.partition(" ")
+        expected = {"fast": IN_QWEN_IMAGE, "alone": {id}, "without": IN_QWEN_IMAGE - {id}}[how]
+        assert {id for id, seen in outcome["features"].items() if seen["hits"]} == expected, name
 
 
 @pytest.mark.usefixtures("started")
