@@ -328,21 +328,27 @@ def _emulate_fp8() -> Callable[[], None]:
     """Replaces the FP8 linear's arithmetic by torch beneath SGLang's own modules; returns how to undo it."""
     from sglang_fastpath.patches.diffusion import fp8_cpu_emulation
 
-    logger.warning(
-        "sglang-fastpath: %s=1: the FP8 linear is emulated in torch (%s); times mean nothing",
-        envs.EMULATE,
-        _role(),
-    )
+    _warn_about_emulation()
     revert: Callable[[], None] = fp8_cpu_emulation.apply()
     return revert
 
 
 def _emulate_llm(module: str) -> Callable[[], None]:
-    """The same for language models."""
+    """The same for what a language model needs of one of SGLang's modules."""
     from sglang_fastpath.patches.llm import cpu_emulation
 
+    if module == cpu_emulation.FP8:
+        _warn_about_emulation()
     revert: Callable[[], None] = cpu_emulation.apply(module)
     return revert
+
+
+def _warn_about_emulation() -> None:
+    logger.warning(
+        "sglang-fastpath: %s=1: the FP8 linear is emulated in torch (%s); times mean nothing",
+        envs.EMULATE,
+        _role(),
+    )
 
 
 def _warn_about_workers(why: str) -> None:

@@ -154,3 +154,28 @@ def test_mere_counts_are_written_at_most_once_a_second(tmp_path: Path, plan: Pla
     for _ in range(100):
         writer.write_soon(plan)
     assert writer.path.stat().st_mtime_ns == first
+
+
+def test_counts_that_came_too_soon_are_written_once_there_is_time(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A language model's last batch would be missing until the next request."""
+    writer, record = StatusWriter(tmp_path, "scheduler"), plan.records["cfg_mod_cache"]
+
+    def hits() -> int:
+        counted: int = status.read(tmp_path)[0].document["features"]["cfg_mod_cache"]["hits"]
+        return counted
+
+    writer.write(plan)
+    record.hit()
+    writer.catch_up(plan)
+    assert hits() == 0, "nothing was reported"
+    writer.write_soon(plan)
+    writer.catch_up(plan)
+    assert hits() == 0, "the last write is not a second old"
+    monkeypatch.setattr(status, "_WRITE_INTERVAL_SECONDS", 0.0)
+    writer.catch_up(plan)
+    assert hits() == 1
+    first = writer.path.stat().st_ino
+    writer.catch_up(plan)
+    assert writer.path.stat().st_ino == first, "an idle loop does not write again and again"
