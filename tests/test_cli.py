@@ -312,16 +312,15 @@ def test_bench_denoiser_writes_its_result_and_exits_with_1_unless_the_bytes_are_
     output = tmp_path / "results" / "result.json"
     brief = ["--layers", "1", "--text-tokens", "7", "--steps", "2", "--rounds", "1", "--sustained-steps", "1"]
     which = ["--graph", "--variants", "fast"] if graph else ["--no-ablation"]
+    words = ["bench", "denoiser", *brief, *which, "--attention", "torch_sdpa", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["sglang-fastpath", *words])
     try:
-        result = run(
-            *("bench", "denoiser", *brief, *which, "--attention", "torch_sdpa", "--output", str(output)),
-            expect=0 if equal else 1,
-        )
+        result = run(*words, expect=0 if equal else 1)
     finally:
         revert()
     document = json.loads(output.read_text())
     assert json.loads(result.stdout) == document
     assert (document["model"], document["attention"], document["arch"]["layers"]) == ("qwen-image", "torch_sdpa", 1)
-    assert document["command"].startswith("sglang-fastpath ")
+    assert document["command"] == " ".join(["sglang-fastpath", *words[:-2]]), "less where the result went"
     measured = document["variants"] if graph else document
     assert measured["stock"]["pass_ms"] > 0 and measured["fast"]["sustained_ms"] > 0
