@@ -179,3 +179,25 @@ def warm_up(running: Running, model: nn.Module, inputs: dict[str, Any], **contex
         if (running.record.hits - 1, passes) == before:
             return
     raise AssertionError(f"never replayed: {dict(running.record.fallbacks)}")
+
+
+def modulation_weights(model: Any) -> list[Tensor]:
+    return [mod[1].weight for block in model.transformer_blocks for mod in (block.img_mod, block.txt_mod)]
+
+
+def computing_modulation(running: Running, model: Any) -> list[bool]:
+    """Of each graph alive whether it computes the modulation; it must compute all of it or nothing."""
+    counts = [
+        {recording.reads(weight) for weight in modulation_weights(model)} for recording in running.recorder.alive
+    ]
+    assert all(count in ({0}, {1}) for count in counts)
+    return [count == {1} for count in counts]
+
+
+def replays_by_kind(running: Running, model: Any) -> dict[bool, int]:
+    """How often graphs were replayed that compute the modulation (True) or take it from the pass before (False)."""
+    replays = {True: 0, False: 0}
+    for recording, computes in zip(running.recorder.alive, computing_modulation(running, model), strict=True):
+        replays[computes] += recording.replays
+        recording.replays = 0
+    return replays

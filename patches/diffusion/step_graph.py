@@ -16,7 +16,8 @@ What keeps it right:
 
 The second guidance pass of a step must not compute the modulation again. Under `cfg_mod_cache` (or where stock does
 the same by itself) a pass is captured in two forms: one computes every block's modulation and leaves it in a table,
-one reads it there. A table belongs to the step and the timestep tensor that it was filled for.
+one reads it there. A table belongs to the step and the timestep tensor that it was filled for; `modulation_ahead`
+fills it for the steps to come as well (see `modulation_table`).
 """
 
 import functools
@@ -26,10 +27,11 @@ import logging
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +39,15 @@ from sglang_fastpath.patches.diffusion.call_signature import FlatCall, Ineligibl
 from sglang_fastpath.patches.diffusion.graph_recorder import CudaGraphRecorder, Recorder
 from sglang_fastpath.patches.diffusion.graph_store import CapturedPass, GraphStore, TooLarge
 from sglang_fastpath.patches.diffusion.model_state import ModelState
+from sglang_fastpath.patches.diffusion.modulation_table import (
+    ROWS,
+    LinearMode,
+    ModulationTable,
+    Step,
+    modulation_input,
+    rows_at_once,
+    rows_one_by_one,
+)
 from sglang_fastpath.patches.diffusion.qwen_image_modulation import Source, modulation_linears
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
@@ -47,6 +58,7 @@ from sglang_fastpath.plan import FeatureRecord, Plan, State
 logger = logging.getLogger("sglang_fastpath")
 
 _REUSE = "cfg_mod_cache"
+_AHEAD = "modulation_ahead"
 # Signatures remembered of one denoiser; each is a few hundred bytes.
 _MOST_SEEN = 4096
 # Global arguments under which something else moves the weights, splits the pass or compiles it.
@@ -63,7 +75,11 @@ _SKIP_SOFTMAX = "sglang.multimodal_gen.runtime.layers.attention.backends.skip_so
 
 def wraps(records: Mapping[str, FeatureRecord], plan: Plan) -> dict[str, Callable[..., Any]]:
     """The replacement of each of the feature's sites, by target."""
-    (record,) = records.values()
+    record = records.get("step_graph")
+    if record is None:
+        ahead = records[_AHEAD]
+        ahead.take_out(ahead.ports[0], State.OFF, "it is step_graph's passes that share what is computed ahead")
+        return {}
     graphs = plan.kept(__name__, lambda: StepGraphs(record, plan, CudaGraphRecorder()))
     run_denoising_step, linear_forward, *denoiser_forwards = record.feature.sites
     return {
@@ -89,39 +105,6 @@ class _Signature:
 
 
 @dataclass
-class _Table:
-    """The modulation of every block at fixed addresses: what one graph writes and another reads.
-
-    `buffers` is made when an eager pass has shown the outputs' shapes. `source` says what they hold now.
-    """
-
-    linears: dict[nn.Module, str]
-    observed: dict[nn.Module, Tensor] = field(default_factory=dict)
-    buffers: dict[nn.Module, Tensor] = field(default_factory=dict)
-    source: Source | None = None
-
-    def make_buffers(self) -> bool:
-        """True once there is a buffer for every linear."""
-        if not self.buffers and len(self.observed) == len(self.linears):
-            with torch.inference_mode(False):
-                self.buffers = {
-                    linear: torch.empty(output.shape, dtype=output.dtype, device=output.device)
-                    for linear, output in self.observed.items()
-                }
-        self.observed.clear()
-        return bool(self.buffers)
-
-
-@dataclass
-class _LinearMode:
-    """What the modulation linears do while a pass runs: `observe` shapes, `write` to a table or `read` from it."""
-
-    kind: str
-    table: _Table
-    outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
-
-
-@dataclass
 class _Model:
     """What is known of one denoiser, as long as it stays as `state` has seen it."""
 
@@ -129,28 +112,45 @@ class _Model:
     state: ModelState
     anew: str = ""  # why the graphs from before were dropped, until a call has counted it
     looked_at_in: object = None  # the step in which the state was last compared
-    tables: dict[Hashable, _Table] = field(default_factory=dict)
+    tables: dict[Hashable, ModulationTable] = field(default_factory=dict)
     signatures: dict[Hashable, _Signature] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """What a graph does beside computing: what the features count in it, and whether it fills the table."""
+    """What a graph does beside computing: what the features count in it, and the table that it fills, if it does,
+    be it for one timestep or for those to come as well."""
 
     counts: "_Counts"
-    fills: bool
+    fills: ModulationTable | None
+    looks_ahead: bool
+
+
+@dataclass(frozen=True)
+class _Modulation:
+    """A pass's modulation, where it is shared with other passes.
+
+    `source`: what it is computed from; `given`: the part of that which the request's other steps have in common.
+    `reads`: it is in the table; `foreseen`: an earlier step has computed it.
+    """
+
+    table: ModulationTable
+    step: Step
+    timestep: Tensor
+    source: Source
+    given: Source
+    reads: bool
+    foreseen: bool
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One call that may be captured. `reads`: from the table, which holds this step's modulation."""
+    """One call that may be captured."""
 
     model: _Model
     signature: _Signature
     call: FlatCall
-    table: _Table | None
-    source: Source | None
-    reads: bool
+    shared: _Modulation | None
     keep: tuple[Any, ...]
 
 
@@ -165,8 +165,8 @@ class StepGraphs:
         self._numbered = 0
         self._failures = 0
         self._captured: weakref.WeakKeyDictionary[CapturedPass, _Captured] = weakref.WeakKeyDictionary()
-        self._step: ContextVar[object | None] = ContextVar("step", default=None)
-        self._linears: ContextVar[_LinearMode | None] = ContextVar("linears", default=None)
+        self._step: ContextVar[Step | None] = ContextVar("step", default=None)
+        self._linears: ContextVar[LinearMode | None] = ContextVar("linears", default=None)
 
     @property
     def alive(self) -> int:
@@ -180,18 +180,25 @@ class StepGraphs:
         return held
 
     def wrap_step(self, run_denoising_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Within a step its passes share the modulation; after it, no table is valid."""
+        """Within a step its passes share the modulation; after it, no table is valid, and after the last one of a
+        schedule nothing that was computed ahead."""
 
         @functools.wraps(run_denoising_step)
-        def denoising_step(*args: Any, **kwargs: Any) -> Any:
-            token = self._step.set(object())
+        def denoising_step(stage: Any, context: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
+            current = Step(context.timesteps, step.step_index)
+            token = self._step.set(current)
+            failed = True
             try:
-                return run_denoising_step(*args, **kwargs)
+                result = run_denoising_step(stage, context, step, *args, **kwargs)
+                failed = False
             finally:
                 self._step.reset(token)
                 for model in self._models.values():
                     for table in model.tables.values():
                         table.source = None
+                        if table.ahead and (failed or current.is_last):
+                            table.ahead.end_request(failed=failed)
+            return result
 
         return denoising_step
 
@@ -203,12 +210,7 @@ class StepGraphs:
             mode = None if torch.compiler.is_compiling() else self._linears.get()
             if mode is None or linear not in mode.table.linears:
                 return forward(linear, x)
-            if mode.kind == "read":
-                return mode.table.buffers[linear], None
-            output, bias = forward(linear, x)
-            if bias is None:
-                mode.outputs[linear] = output
-            return output, bias
+            return mode.run(forward, linear, x)
 
         return linear_forward
 
@@ -225,11 +227,9 @@ class StepGraphs:
             except Ineligible as why:
                 self._record.fall_back(str(why))
                 return forward(denoiser, *args, **kwargs)
-            return self._run(
-                found,
-                eager=lambda: forward(denoiser, **kwargs),
-                work=lambda arguments: forward(denoiser, **arguments),
-            )
+            work = partial(_call_with, forward, denoiser)
+            inputs = partial(modulation_input, denoiser, work)
+            return self._run(found, eager=lambda: forward(denoiser, **kwargs), work=work, modulation_input=inputs)
 
         return denoiser_forward
 
@@ -248,11 +248,9 @@ class StepGraphs:
         if any(tensor.device not in model.state.devices for tensor in call.tensors):
             raise Ineligible("an argument is on another device than the denoiser")
         modes = _modes()
-        source = self._source(kwargs, modes)
-        table = self._table(model, denoiser, kwargs) if source else None
-        reads = table is not None and bool(table.buffers) and source is not None and source.matches(table.source)
-        signature = self._signature(model, call, modes, reads)
-        return _Pass(model, signature, call, table, source, reads, _cached_by_stock(denoiser, kwargs, namespace))
+        shared = self._modulation(model, denoiser, kwargs, modes)
+        signature = self._signature(model, call, modes, reads=shared is not None and shared.reads)
+        return _Pass(model, signature, call, shared, _cached_by_stock(denoiser, kwargs, namespace))
 
     def _signature(self, model: _Model, call: FlatCall, modes: Hashable, reads: bool) -> _Signature:
         key = (call.signature, modes, reads)
@@ -268,7 +266,14 @@ class StepGraphs:
             model.signatures[key] = known
         return known
 
-    def _run(self, found: _Pass, *, eager: Callable[[], Any], work: Callable[[Any], Any]) -> Any:
+    def _run(
+        self,
+        found: _Pass,
+        *,
+        eager: Callable[[], Any],
+        work: Callable[[Any], Any],
+        modulation_input: Callable[[Any, Tensor], Tensor],
+    ) -> Any:
         guard, id, signature = self._plan.guard, self._record.feature.id, found.signature
         if signature.given_up:
             self._record.fall_back(signature.given_up)
@@ -280,7 +285,8 @@ class StepGraphs:
         if captured is None:
             if not signature.steady:
                 return self._run_before_capture(found, eager)
-            captured = self._capture(found, work)
+            self._look_ahead(found, modulation_input)
+            captured = self._capture(found, work, modulation_input)
             if captured is None:
                 return eager()
             guard.withdraw(id, signature.name)  # every captured graph is checked, also one of a known signature
@@ -294,16 +300,16 @@ class StepGraphs:
         result = guard.run(id, signature.name, fast=lambda: self._replay(found, captured), stock=stock)
         if not checked:  # else the eager pass has counted
             self._captured[captured].counts.add_to(self._plan)
-            if found.table and found.reads:
-                self._plan.records[_REUSE].hits += len(found.table.linears)
+            if found.shared and found.shared.reads and not found.shared.foreseen:
+                self._plan.records[_REUSE].hits += len(found.shared.table.linears)
         return result
 
     def _run_before_capture(self, found: _Pass, eager: Callable[[], Any]) -> Any:
         checks = self._plan.guard.checks
-        with self._linear_mode("observe", found.table) as mode:
+        with self._linear_mode("observe", found.shared.table if found.shared else None) as mode:
             result = eager()
-        if mode and found.table:
-            found.table.observed = mode.outputs
+        if mode and found.shared:
+            found.shared.table.observe(mode, found.shared.timestep)
         found.signature.steady = self._plan.guard.checks == checks
         if found.model.anew:
             self._record.fall_back(f"captured anew: {found.model.anew}")
@@ -314,16 +320,45 @@ class StepGraphs:
             self._record.fall_back("other features were still being checked")
         return result
 
-    def _capture(self, found: _Pass, work: Callable[[Any], Any]) -> CapturedPass | None:
-        table = found.table if found.table and (found.reads or found.table.make_buffers()) else None
-        kind = "read" if found.reads else "write"
+    def _look_ahead(self, found: _Pass, modulation_input: Callable[[Any, Tensor], Tensor]) -> None:
+        """Has the table filled for the timesteps to come as well, if that gives stock's bytes."""
+        record, guard, shared = self._plan.records.get(_AHEAD), self._plan.guard, found.shared
+        if record is None or record.state is not State.ACTIVE or shared is None or shared.reads:
+            return
+        table = shared.table
+        if table.ahead or not table.make_buffers():
+            return
+        what = f"{found.model.number}, {len(table.linears)} linears, {ROWS} x {len(shared.timestep)} rows"
+        signature = f"modulation of denoiser {what}"
+        if guard.verdict(_AHEAD, signature) is Verdict.FAILED:
+            return
+        try:
+            ahead = table.new_ahead(shared.step, shared.timestep)
+            arguments = found.call.rebuild(found.call.tensors)
+            inputs = [modulation_input(arguments, foreseen) for foreseen in ahead.foreseen]
+            table.check_input(partial(modulation_input, arguments))
+        except Ineligible as why:
+            record.fall_back(str(why))
+            return
+        rows = partial(rows_at_once, table.linears, inputs), partial(rows_one_by_one, table.linears, inputs)
+        guard.run(_AHEAD, signature, fast=rows[0], stock=rows[1])
+        if guard.policy.mode == "off" or guard.verdict(_AHEAD, signature) is Verdict.ADMITTED:
+            table.ahead = ahead
+
+    def _capture(
+        self, found: _Pass, work: Callable[[Any], Any], modulation_input: Callable[[Any, Tensor], Tensor]
+    ) -> CapturedPass | None:
+        reads = found.shared is not None and found.shared.reads
+        table = found.shared.table if found.shared and (reads or found.shared.table.make_buffers()) else None
+        filled = None if reads else table
+        ahead = filled.ahead if filled else None
 
         def recorded(arguments: Any) -> Any:
-            with self._linear_mode(kind, table) as mode:
+            later = [modulation_input(arguments, foreseen) for foreseen in ahead.foreseen[1:]] if ahead else []
+            with self._linear_mode("read" if reads else "write", table, later) as mode:
                 result = work(arguments)
             if mode and mode.outputs:
-                buffers = [mode.table.buffers[linear] for linear in mode.outputs]
-                torch._foreach_copy_(buffers, list(mode.outputs.values()))
+                mode.table.store(mode.outputs)
             return result
 
         before = _Counts.of(self._plan)
@@ -345,7 +380,7 @@ class StepGraphs:
         except Exception as error:
             self._give_up(found, f"capture failed: {type(error).__name__}: {error}")
         else:
-            self._captured[captured] = _Captured(done, fills=table is not None and not found.reads)
+            self._captured[captured] = _Captured(done, filled, looks_ahead=ahead is not None)
             return captured
         return None
 
@@ -355,13 +390,25 @@ class StepGraphs:
         logger.warning("step_graph: %s runs eagerly from now on: %s", found.signature.name, why)
 
     def _replay(self, found: _Pass, captured: CapturedPass) -> Any:
-        details = self._captured[captured]
-        if found.table and details.fills:
-            found.table.source = None
+        details, shared = self._captured[captured], found.shared
+        filled: ModulationTable | None = details.fills
+        ahead = filled.ahead if filled and details.looks_ahead else None
+        if filled:
+            filled.source = None
+        if ahead:
+            ahead.forget()
+        if ahead and shared:
+            ahead.foresee(shared.step, shared.timestep)
         result = captured.replay(found.call.tensors)
-        if found.table and details.fills:
-            found.table.source = found.source
+        if filled and shared:  # a pass outside a step fills the table, too, but for nobody
+            filled.source = shared.source
+            if ahead:
+                ahead.computed(shared.given)
         self._record.hit()
+        if shared and shared.foreseen:
+            record = self._plan.records[_AHEAD]
+            record.hit()
+            record.hits += len(shared.table.linears) - 1
         return result
 
     def _model(self, denoiser: nn.Module) -> _Model:
@@ -389,33 +436,48 @@ class StepGraphs:
             for signature in model.signatures.values():
                 signature.steady = False
 
-    def _source(self, kwargs: dict[str, Any], modes: Hashable) -> Source | None:
-        """What this pass's modulation comes from, where a second pass may take it from the first."""
-        step, timestep = self._step.get(), kwargs.get("timestep")
+    def _modulation(
+        self, model: _Model, denoiser: nn.Module, kwargs: dict[str, Any], modes: Hashable
+    ) -> _Modulation | None:
+        """Where this pass's modulation comes from, if a second pass may take it from the first."""
+        step, timestep, condition = self._step.get(), kwargs.get("timestep"), kwargs.get("additional_t_cond")
         reuse = self._plan.records.get(_REUSE)
         if step is None or not isinstance(timestep, Tensor) or not reuse:
             return None
         if reuse.state not in (State.ACTIVE, State.NATIVE):
             return None
-        condition = kwargs.get("additional_t_cond")
-        tensors = (timestep, condition) if isinstance(condition, Tensor) else (timestep,)
-        return Source.of(tensors, (step, modes))
+        table = self._table(model, denoiser, kwargs)
+        if table is None:
+            return None
+        tensors = [tensor for tensor in (step.timesteps, condition) if isinstance(tensor, Tensor)]
+        given = Source.of(tensors, modes)
+        source = Source.of([timestep, *tensors], (step, modes))
+        reads, foreseen = bool(table.buffers) and source.matches(table.source), False
+        if table.buffers and not reads and table.take_foreseen(step, timestep, given):
+            table.source, reads, foreseen = source, True, True
+        return _Modulation(table, step, timestep, source, given, reads, foreseen)
 
-    def _table(self, model: _Model, denoiser: nn.Module, kwargs: dict[str, Any]) -> _Table | None:
+    def _table(self, model: _Model, denoiser: nn.Module, kwargs: dict[str, Any]) -> ModulationTable | None:
         conditions = (kwargs["timestep"], kwargs.get("additional_t_cond"), kwargs.get("hidden_states"))
         layout = tuple((t.shape[:1], t.dtype) if isinstance(t, Tensor) else None for t in conditions)
         if layout not in model.tables:
-            model.tables[layout] = _Table(modulation_linears(denoiser))
+            model.tables[layout] = ModulationTable(modulation_linears(denoiser))
         return model.tables[layout] if model.tables[layout].linears else None
 
     @contextmanager
-    def _linear_mode(self, kind: str, table: _Table | None) -> Iterator[_LinearMode | None]:
-        mode = _LinearMode(kind, table) if table else None
+    def _linear_mode(
+        self, kind: str, table: ModulationTable | None, later: Sequence[Tensor] = ()
+    ) -> Iterator[LinearMode | None]:
+        mode = LinearMode(kind, table, later) if table else None
         token = self._linears.set(mode)
         try:
             yield mode
         finally:
             self._linears.reset(token)
+
+
+def _call_with(forward: Callable[..., Any], denoiser: nn.Module, arguments: Mapping[str, Any]) -> Any:
+    return forward(denoiser, **arguments)
 
 
 def _forget_in(graphs: "weakref.ref[StepGraphs]", number: int) -> None:
