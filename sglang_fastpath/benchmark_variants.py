@@ -19,6 +19,8 @@ from sglang_fastpath.guidance_loop import GuidanceLoop
 from sglang_fastpath.plan import Plan, State, make_plan
 
 STEP_GRAPH = "step_graph"
+# What does something in captured passes alone: left out of eager variants, where nothing of it would show.
+IN_GRAPHS = (STEP_GRAPH, "modulation_ahead")
 FEATURES = tuple(feature for feature in CATALOGUE if feature.serves("diffusion"))
 
 
@@ -200,10 +202,9 @@ def only(*on: str, emulate: bool = False) -> Plan:
 def make_variants(model: str, *, ablation: bool = True, emulate: bool = False) -> dict[str, Variant]:
     """The eager ones: stock, every feature on; for the ablation each active one alone, and every other one.
 
-    `model`: features that are not for it are not ablated. `step_graph` is left out: what a feature brings to an
-    eager pass would not show.
+    `model`: features that are not for it are not ablated.
     """
-    eager = [feature.id for feature in FEATURES if feature.id != STEP_GRAPH]
+    eager = [feature.id for feature in FEATURES if feature.id not in IN_GRAPHS]
     fast = only(*eager, emulate=emulate)
     variants = {"stock": Variant(), "fast": Variant(fast)}
     ids = [record.feature.id for record in fast.active() if not record.feature.lacks(model)]
@@ -222,7 +223,7 @@ def make_graph_variants(names: Sequence[str] | None = None) -> dict[str, Variant
         "stock+compile": Compiled(),
         "stock+bcg": BreakableGraphs(),
         "stock+graph": Variant(only(STEP_GRAPH, *native), required=[STEP_GRAPH]),
-        "fast": Variant(only(*(id for id in features if id != STEP_GRAPH))),
+        "fast": Variant(only(*(id for id in features if id not in IN_GRAPHS))),
         "fast+graph": Variant(only(*features), required=[STEP_GRAPH]),
     }
     wanted = variants.keys() if names is None else {"stock", *names}

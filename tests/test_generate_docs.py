@@ -292,4 +292,4 @@ def test_the_ledger_names_every_feature_once_with_all_that_it_replaces_and_relie
         assert all(f"- `{site}`" in replaced for site in port.sites)
         assert all(f"- `{target}`" in relied_on for target in port.relies_on)
         assert f"Delete {feature.removal}." in section
-    assert len(sections) == len({port.patch for _, port in ports})
+    assert len(sections) == len({port for _, port in ports}), "features that share a port share a section"
