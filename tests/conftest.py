@@ -14,8 +14,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# The two that start engines, several processes each, stay apart.
-LONGEST = ("test_engine", "test_flux2_blocks", "test_qwen_image_block", "test_server")
+# The three that start engines, several processes each, stay apart.
+LONGEST = (
+    "test_engine",
+    "test_flux2_blocks",
+    "test_qwen_image_block",
+    "test_server",
+    "test_step_graph",
+    "test_llm_server",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
