@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The three that start engines, several processes each, stay apart.
 LONGEST = (
     "test_engine",
+    "test_release_matrix",
     "test_flux2_blocks",
     "test_qwen_image_block",
     "test_server",

@@ -126,9 +126,10 @@ def address() -> Iterator[str]:
 
 
 def printed(*arguments: str, expect: int = 1) -> str:
-    result = CliRunner().invoke(cli.app, ["status", *arguments], env={"COLUMNS": "300"})
+    """In one line, however wide the terminal is taken for."""
+    result = CliRunner().invoke(cli.app, ["status", *arguments])
     assert result.exit_code == expect, result.output
-    return result.output + str(result.exception or "")
+    return " ".join(f"{result.output} {result.exception or ''}".split())
 
 
 @pytest.mark.parametrize(
