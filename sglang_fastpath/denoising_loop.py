@@ -96,18 +96,23 @@ class DenoisingLoop:
 
     def __iter__(self) -> Iterator[Tensor]:
         """Runs the steps one after another and yields the latents after each."""
-        for index, timestep in enumerate(self._context.timesteps):
-            step = SimpleNamespace(
-                step_index=index,
-                t_device=timestep,
-                t_host=timestep,
-                current_model=self._denoiser,
-                current_guidance_scale=self._guidance_scale,
-                attn_metadata=None,
-            )
-            with torch.inference_mode():
-                self.stage._run_denoising_step(self._context, step, self.batch, self._server_args)
+        for index in range(len(self._context.timesteps)):
+            self.run_step(index)
             yield self._context.latents
+
+    def run_step(self, index: int) -> None:
+        """One step of the schedule. SGLang's own schedulers want them in order."""
+        timestep = self._context.timesteps[index]
+        step = SimpleNamespace(
+            step_index=index,
+            t_device=timestep,
+            t_host=timestep,
+            current_model=self._denoiser,
+            current_guidance_scale=self._guidance_scale,
+            attn_metadata=None,
+        )
+        with torch.inference_mode():
+            self.stage._run_denoising_step(self._context, step, self.batch, self._server_args)
 
 
 def _wrap_passes(stage: Any, around_pass: AroundPass) -> None:

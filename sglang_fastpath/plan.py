@@ -70,10 +70,10 @@ class FeatureRecord:
             each = [f"{name}: {why}" if apart else why for name, why in reasons.items()]
             self.reason = "; ".join(dict.fromkeys(each))
 
-    def hit(self) -> None:
-        """Counts one replaced stock call; the first one is announced."""
-        self.hits += 1
-        if self.hits == 1:
+    def hit(self, calls: int = 1) -> None:
+        """Counts replaced stock calls; the first ones are announced."""
+        self.hits += calls
+        if self.hits == calls:
             self.on_first_hit(self)
 
     def fall_back(self, reason: str) -> None:

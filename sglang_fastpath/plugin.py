@@ -189,12 +189,12 @@ def _apply_module(new: Plan, module: str, records: dict[str, FeatureRecord]) -> 
     """Applies one patch module for all its active features at once: they share its sites, and lose them together."""
 
     def lost(why: str) -> None:
-        models = ""
+        models: dict[str, None] = {}
         for record in records.values():
             if port := record.feature.port_of(module):
                 record.take_out(port, State.DRIFTED, why)
-                models = port.name
-        logger.warning("%s is not applied to %s: %s; stock serves", ", ".join(records), models, why)
+                models |= dict.fromkeys(port.models)
+        logger.warning("%s is not applied to %s: %s; stock serves", ", ".join(records), ", ".join(models), why)
         if new.settings.strict:
             _refuse_what_cannot_run(new)
 

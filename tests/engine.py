@@ -211,19 +211,16 @@ class LlmServer(Server):
         command += ["--attention-backend", "torch_native", "--sleep-on-idle", "--skip-server-warmup"]
         return [*command, "--max-total-tokens", "4096", "--disable-cuda-graph"]
 
-    def complete(self, prompt: str, *, tokens: int = 16, **options: Any) -> dict[str, Any]:
+    def complete(self, prompt: str, *, tokens: int = 16) -> dict[str, Any]:
         """Text and log probabilities of the likeliest tokens, by the OpenAI route."""
-        body = {
-            "model": "x",
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "logprobs": 1,
-            "ignore_eos": True,
-        }
-        (choice,) = self.post("/v1/completions", {**body, **options})["choices"]
-        answer: dict[str, Any] = choice
-        return answer
+        (choice,) = self.complete_all(prompt, tokens=tokens)
+        return choice
+
+    def complete_all(self, prompts: Any, *, tokens: int) -> list[dict[str, Any]]:
+        """The same of several prompts (texts, or lists of tokens) in one call, in their order."""
+        body = {"model": "x", "prompt": prompts, "max_tokens": tokens, "temperature": 0}
+        choices = self.post("/v1/completions", {**body, "logprobs": 1, "ignore_eos": True})["choices"]
+        return sorted(choices, key=lambda choice: choice["index"])
 
 
 def free_ports(count: int) -> int:

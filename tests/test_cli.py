@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -217,33 +218,33 @@ def started() -> Iterator[None]:
 
 TINY = ["--emulate", "--layers", "1", "--heads", "2", "--width", "64", "--height", "64", "--text-tokens", "7"]
 IN_FLUX2 = {feature.id for feature in CATALOGUE if feature.port_of("sglang_fastpath.patches.diffusion.flux2_blocks")}
-
-
 IN_QWEN_IMAGE = {f.id for f in CATALOGUE if f.measured and not f.needs_a_gpu and not f.lacks(QWEN_IMAGE)}
+
+
+def ablated(model: str, features: set[str], *, steps: int) -> dict[str, Any]:
+    """What `ablate --model` says of each variant: in each the features that its name tells run, and no others."""
+    outcomes: dict[str, Any] = json.loads(
+        run("ablate", "--model", model, *TINY, "--steps", str(steps), "--json").stdout
+    )
+    assert outcomes.keys() == {"fast", *(f"{how} {id}" for how in ("alone", "without") for id in features)}
+    for name, outcome in outcomes.items():
+        assert outcome["bitwise_equal"] and not outcome["failed"]
+        how, _, id = name.partition(" ")
+        expected = {"fast": features, "alone": {id}, "without": features - {id}}[how]
+        assert {id for id, seen in outcome["features"].items() if seen["hits"]} == expected, name
+        assert all(outcome["features"][id]["state"] == "active" for id in expected)
+    return outcomes
 
 
 @pytest.mark.usefixtures("started")
 def test_ablate_has_each_feature_of_qwen_image_on_alone_and_off_alone() -> None:
     """Whole engines are ablated by two features only (tests/test_engine.py): here it costs no start."""
-    outcomes = json.loads(run("ablate", "--model", "qwen-image", *TINY, "--steps", "3", "--json").stdout)
-    assert outcomes.keys() == {"fast", *(f"{how} {id}" for how in ("alone", "without") for id in IN_QWEN_IMAGE)}
-    for name, outcome in outcomes.items():
-        assert outcome["bitwise_equal"] and not outcome["failed"]
-        how, _, id = name.partition(" ")
-        expected = {"fast": IN_QWEN_IMAGE, "alone": {id}, "without": IN_QWEN_IMAGE - {id}}[how]
-        assert {id for id, seen in outcome["features"].items() if seen["hits"]} == expected, name
+    ablated("qwen-image", IN_QWEN_IMAGE, steps=3)
 
 
 @pytest.mark.usefixtures("started")
 def test_ablate_compares_one_denoiser_with_each_of_its_features_on_and_off() -> None:
-    outcomes = json.loads(run("ablate", "--model", "flux2", *TINY, "--steps", "2", "--json").stdout)
-    assert outcomes.keys() == {"fast", *(f"{how} {id}" for how in ("alone", "without") for id in IN_FLUX2)}
-    for name, outcome in outcomes.items():
-        assert outcome["bitwise_equal"] and not outcome["failed"]
-        how, _, id = name.partition(" ")
-        expected = {"fast": IN_FLUX2, "alone": {id}, "without": IN_FLUX2 - {id}}[how]
-        assert {id for id, seen in outcome["features"].items() if seen["hits"]} == expected
-        assert all(outcome["features"][id]["state"] == "active" for id in expected)
+    outcomes = ablated("flux2", IN_FLUX2, steps=2)
     assert outcomes["fast"]["features"]["qk_norm_rope"]["hits"] == 2, "a single block, two steps"
     assert outcomes["fast"]["features"]["act_quant"]["hits"] == 4, "and a double one"
     assert outcomes["fast"]["features"]["bias_fold"]["state"] == "unsupported (FLUX.2: its linears have no biases)"

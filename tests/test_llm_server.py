@@ -149,16 +149,7 @@ def test_one_batch_of_many_requests_has_stocks_bytes(servers: Servers) -> None:
     both = []
     for server in servers[:2]:
         server.load_weights(servers.weights[1])  # which empties the cache of prefixes
-        body = {
-            "model": "x",
-            "prompt": prompts,
-            "max_tokens": 24,
-            "temperature": 0,
-            "logprobs": 1,
-            "ignore_eos": True,
-        }
-        choices = server.post("/v1/completions", body)["choices"]
-        both.append([told(choice) for choice in sorted(choices, key=lambda choice: choice["index"])])
+        both.append([told(choice) for choice in server.complete_all(prompts, tokens=24)])
     stock, fastpath = both
     assert len(stock) == CLIENTS
     assert len({text for text, *_ in stock}) > CLIENTS // 2, "prompts that are answered alike show nothing"

@@ -14,7 +14,8 @@ in float32, and the output stays float32 (the accumulator is not rounded). K mus
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from sglang_fastpath.kernels.block_fp8_linear import GROUP, block_fp8_linear
 from torch import Tensor
@@ -29,34 +30,46 @@ def apply() -> Callable[[], None]:
     Raises RuntimeError where SGLang runs on a GPU, or if the installed release lacks a name that this relies on.
     """
     fp8 = importlib.import_module(FP8_MODULE)
+    require(FP8_MODULE, "Fp8LinearMethod", "current_platform")
+    if not fp8.current_platform.is_cpu():
+        raise RuntimeError(
+            f"the FP8 emulation is for machines without a GPU, but SGLang runs on {fp8.current_platform.device_name} "
+            "here; unset SGLANG_FASTPATH_EMULATE"
+        )
     replacements = {
         # Read only where the block-FP8 method would repack its weights for AMX; the path taken instead is the
         # GPU's, which leaves them as they are.
         "_is_cpu": False,
         "dispatch_w8a8_block_fp8_linear": lambda: w8a8_block_fp8_linear,
     }
-    for name in (*replacements, "Fp8LinearMethod", "current_platform"):
-        if not hasattr(fp8, name):
+    return replace_globals(FP8_MODULE, replacements)
+
+
+def require(module_name: str, *names: str) -> None:
+    """Raises RuntimeError if the installed release lacks one of these names in this module of SGLang's."""
+    module = importlib.import_module(module_name)
+    for name in names:
+        if not hasattr(module, name):
             import sglang
 
             raise RuntimeError(
-                f"SGLang {sglang.__version__} has no {FP8_MODULE}.{name}, which the FP8 emulation replaces or needs; "
-                "run this release on a GPU, or an unquantized checkpoint"
+                f"SGLang {sglang.__version__} has no {module_name}.{name}, which the FP8 emulation replaces or needs"
+                "; run this release on a GPU, or an unquantized checkpoint"
             )
-    if not fp8.current_platform.is_cpu():
-        raise RuntimeError(
-            f"the FP8 emulation is for machines without a GPU, but SGLang runs on {fp8.current_platform.device_name} "
-            "here; unset SGLANG_FASTPATH_EMULATE"
-        )
-    originals = {name: getattr(fp8, name) for name in replacements}
-    for name, replacement in replacements.items():
-        setattr(fp8, name, replacement)
 
-    def revert() -> None:
-        for name, original in originals.items():
-            setattr(fp8, name, original)
 
-    return revert
+def replace_globals(module_name: str, replacements: Mapping[str, Any]) -> Callable[[], None]:
+    """Replaces all of these globals of a module, or none (see `require`); returns the function that undoes it."""
+    require(module_name, *replacements)
+    module = importlib.import_module(module_name)
+    originals = {name: getattr(module, name) for name in replacements}
+
+    def put(values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(module, name, value)
+
+    put(replacements)
+    return lambda: put(originals)
 
 
 def w8a8_block_fp8_linear(

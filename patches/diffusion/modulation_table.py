@@ -1,9 +1,8 @@
 """The modulation of every block of a denoiser at fixed addresses: what one captured pass writes and others read.
 
 `modulation_ahead`: the pass that fills the table computes it for the next `ROWS` timesteps of the request at once.
-Each of a denoiser's modulation linears reads its weight, [6*dim, dim], for the sake of one row; the tile of cuBLAS's
-kernel for it is eight rows wide and holds one. So eight timesteps cost what one costs, and in Qwen-Image seven of
-eight steps do without the 13.6 GB that these weights are.
+Each of a denoiser's modulation linears reads its weight, [6*dim, dim], for the sake of one row; a GEMM of eight rows
+reads it once for all of them. So in Qwen-Image seven of eight steps do without the 13.6 GB that these weights are.
 
 Why a wrong row cannot be read:
 
@@ -61,16 +60,19 @@ class LinearMode:
         if self.kind == "read":
             return self.table.buffers[linear], None
         self.inputs.append(x)
-        if self.later and self._batch is None:
-            self._batch = torch.cat([x, *self.later])
-        if self.later and x is not self.inputs[0]:
-            raise RuntimeError("modulation_ahead: a modulation linear was given another input than the first one was")
-        output, bias = forward(linear, x if self._batch is None else self._batch)
-        if self._batch is not None:
-            output = output.unflatten(0, (ROWS, len(x)))
+        output, bias = forward(linear, self._with_later(x) if self.later else x)
+        noted = output.unflatten(0, (ROWS, len(x))) if self.later else output
         if bias is None:
-            self.outputs[linear] = output
-        return (output if self._batch is None else output[0]), bias
+            self.outputs[linear] = noted
+        return (noted[0] if self.later else output), bias
+
+    def _with_later(self, x: Tensor) -> Tensor:
+        """[ROWS * batch, dim], put together once a pass: all linears are given the same tensor."""
+        if self._batch is None:
+            self._batch = torch.cat([x, *self.later])
+        if x is not self.inputs[0]:
+            raise RuntimeError("modulation_ahead: a modulation linear was given another input than the first one was")
+        return self._batch
 
     def one_input(self) -> Tensor | None:
         """What all the table's linears were given, if it was one tensor."""

@@ -301,7 +301,7 @@ class StepGraphs:
         if not checked:  # else the eager pass has counted
             self._captured[captured].counts.add_to(self._plan)
             if found.shared and found.shared.reads and not found.shared.foreseen:
-                self._plan.records[_REUSE].hits += len(found.shared.table.linears)
+                self._plan.records[_REUSE].hit(len(found.shared.table.linears))
         return result
 
     def _run_before_capture(self, found: _Pass, eager: Callable[[], Any]) -> Any:
@@ -406,9 +406,7 @@ class StepGraphs:
                 ahead.computed(shared.given)
         self._record.hit()
         if shared and shared.foreseen:
-            record = self._plan.records[_AHEAD]
-            record.hit()
-            record.hits += len(shared.table.linears) - 1
+            self._plan.records[_AHEAD].hit(len(shared.table.linears))
         return result
 
     def _model(self, denoiser: nn.Module) -> _Model:

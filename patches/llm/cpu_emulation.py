@@ -10,11 +10,10 @@ Stock's server builds such a model there, and stops at two places, which this re
 Layers, sharding, scheduling, cache and sampling stay SGLang's. For tests and demonstrations: it accelerates nothing.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
-from sglang_fastpath.patches.diffusion.fp8_cpu_emulation import w8a8_block_fp8_linear
+from sglang_fastpath.patches.diffusion.fp8_cpu_emulation import replace_globals, w8a8_block_fp8_linear
 
 FP8 = "sglang.srt.layers.quantization.fp8"
 ROTARY = "sglang.srt.layers.rotary_embedding.base"
@@ -39,21 +38,5 @@ def apply(module_name: str) -> Callable[[], None]:
             f"the FP8 emulation is for machines without a GPU, but torch sees {torch.cuda.get_device_name()}; "
             "unset SGLANG_FASTPATH_EMULATE"
         )
-    module = importlib.import_module(module_name)
-    originals = {}
-    for name, replacement in REPLACED[module_name].items():
-        if not hasattr(module, name):
-            import sglang
-
-            raise RuntimeError(
-                f"SGLang {sglang.__version__} has no {module_name}.{name}, which the FP8 emulation replaces; "
-                "run this release on a GPU, or an unquantized checkpoint"
-            )
-        originals[name] = getattr(module, name)
-        setattr(module, name, replacement)
-
-    def revert() -> None:
-        for name, original in originals.items():
-            setattr(module, name, original)
-
+    revert: Callable[[], None] = replace_globals(module_name, REPLACED[module_name])
     return revert

@@ -5,7 +5,7 @@ whether it is alone or one of eight, as cuBLAS's do on an H200.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sglang_fastpath.patches.diffusion.modulation_table import ROWS, Ahead, LinearMode, ModulationTable, Step
 from sglang_fastpath.patches.diffusion.qwen_image_modulation import Source
-from step_graphs import REUSING, Running, counted_passes, fastpath, on_a_cpu, passes, prepare, replays_by_kind
+from step_graphs import REUSING, Running, fastpath, passes, prepare, replays_by_kind
 from stock_chains import assert_same_bytes
 from torch import Tensor, nn
 
@@ -25,21 +25,11 @@ from sglang_fastpath.denoisers import build_qwen_image, denoiser_inputs
 from sglang_fastpath.guidance_loop import GuidanceLoop
 from sglang_fastpath.plan import FeatureRecord, State
 
+pytestmark = pytest.mark.usefixtures("emulated", "counted")
+
 AHEAD = (*REUSING, "modulation_ahead")
 LINEARS = 2  # of the modulation, in a denoiser of one block
 NO_ONE_INPUT = "image and text are not modulated by one tensor"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def emulated() -> Iterator[None]:
-    with on_a_cpu():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def counted() -> Iterator[None]:
-    with counted_passes():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -250,17 +240,7 @@ def one_step(loop: GuidanceLoop, index: int) -> Tensor:
         return (loop._context.latents,)
 
     loop._context.scheduler = SimpleNamespace(scale_model_input=lambda latents, _: latents, step=keep)
-    timestep = loop._context.timesteps[index]
-    step = SimpleNamespace(
-        step_index=index,
-        t_device=timestep,
-        t_host=timestep,
-        current_model=loop._denoiser,
-        current_guidance_scale=loop._guidance_scale,
-        attn_metadata=None,
-    )
-    with torch.inference_mode():
-        loop.stage._run_denoising_step(loop._context, step, loop.batch, loop._server_args)
+    loop.run_step(index)
     return result[0]
 
 

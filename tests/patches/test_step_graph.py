@@ -31,10 +31,8 @@ from step_graphs import (
     applied,
     assert_replays,
     computing_modulation,
-    counted_passes,
     fastpath,
     is_recording,
-    on_a_cpu,
     passes,
     prepare,
     replays_by_kind,
@@ -50,22 +48,12 @@ from sglang_fastpath.features import BY_ID, QWEN_IMAGE
 from sglang_fastpath.guidance_loop import GuidanceLoop
 from sglang_fastpath.plan import Plan, State
 
+pytestmark = pytest.mark.usefixtures("emulated", "counted")
+
 LINEARS = 2  # of the modulation, in a denoiser of one block
 BLOCK_FEATURES = ("scale_prepack", "norm_quant", "qkv_epilogue", "act_quant", "bias_fold")
 REQUEST: dict[str, Any] = {"image_hw": (3, 5), "text_tokens": 6}
 GIVEN_UP = "capture failed"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def emulated() -> Iterator[None]:
-    with on_a_cpu():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def counted() -> Iterator[None]:
-    with counted_passes():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,7 @@ from step_graphs import (
     FIRST,
     REUSING,
     assert_replays,
-    counted_passes,
     fastpath,
-    on_a_cpu,
     passes,
     step_by_step,
     stock_output,
@@ -33,21 +31,11 @@ from sglang_fastpath.features import BY_ID, FLUX2
 from sglang_fastpath.flux2_denoiser import build_flux2, flux2_inputs
 from sglang_fastpath.flux2_loop import Flux2Loop
 
+pytestmark = pytest.mark.usefixtures("emulated", "counted")
+
 STEPS = 5
 REQUEST: dict[str, Any] = {"image_hw": (3, 5), "text_tokens": 6}
 EDIT: dict[str, Any] = {**REQUEST, "references": ((2, 4), (3, 1))}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def emulated() -> Iterator[None]:
-    with on_a_cpu():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def counted() -> Iterator[None]:
-    with counted_passes():
-        yield
 
 
 def build(**arch: Any) -> Any:
